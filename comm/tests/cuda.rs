@@ -162,7 +162,7 @@ fn epochs_begin_anew() {
     }
 }
 
-/// Straight between the callers' buffers, where all ranks reach them, and where some begin elsewhere than at 16 bytes.
+/// ZeroCopy between the callers' buffers, where all ranks reach them, and where some begin elsewhere than at 16 bytes.
 #[test]
 fn what_is_long_goes_straight() {
     let straight = |gpus| [("RINGSIGHT_MOCK_GPUS", gpus), ("RINGSIGHT_STRAIGHT_BYTES", "1")];

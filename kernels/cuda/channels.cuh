@@ -1,11 +1,13 @@
-// The programs of one channel, run by one block: the twin of src/host.rs.
+// Channel programs: one block runs the programs of one channel. The twin of src/host.rs.
 //
-// Thread 0 decides what is to be done next and waits for slots; all threads move its bytes. Collectives run one after
-// another; then the lanes of messages take turns, since in what order their peers serve them is not known.
+// Thread 0 decides what to do next and waits for slots; all threads move the bytes. Collectives run one after another. Then the message lanes
+// take turns, since the order in which their peers serve them is not known.
+//
+// The loop of a block: `decide` (thread 0) → barrier → move (all threads) → barrier → `hand_over` (thread 0).
 #pragma once
 
 #include "move.cuh"
-#include "peers.cuh"
+#include "peer_memory.cuh"
 #include "report.cuh"
 #include "schedule.cuh"
 
@@ -13,26 +15,26 @@ namespace ringsight {
 
 struct LaneState {
   Position position;
-  // Positions of the present work's slots, read from the FIFOs when it begins; they are ours alone to move.
+  // Positions of the current work's slots, read from the FIFOs when it begins. Only this lane moves them.
   u64 head;
   u64 tail;
-  // Slots that the consumer at the other end was last seen to have released.
+  // Slots that the consumer at the other end had released when last seen.
   u64 released;
-  // Where the slots are; 0 of those that come: not known before the first of them is there.
+  // Addresses of the slots. 0 for incoming slots whose address is not known before the first one arrives.
   u64 prev_slots;
   u64 next_slots;
   u64 argument;
-  // Index of the present work; the lane's end when all are done.
+  // Index of the current work; `end` when all are done.
   u32 index;
   u32 end;
   bool begun;
-  // It was looked whether the work is its operation's first.
-  bool told;
-  // `step` is what the work does next.
+  // It has been checked whether the work is the first of its operation.
+  bool start_noted;
+  // `step` holds the work's next step.
   bool has_step;
-  // Steps that the work has made.
+  // Finished steps of the work.
   u32 made;
-  // The present work: where it comes from may be far away.
+  // A copy of the current work: the original may be far away.
   Work work;
   Schedule schedule;
   Step step;
@@ -46,7 +48,7 @@ struct OpState {
 
 enum class Next : u32 { Move, Done, GiveUp };
 
-// What thread 0 tells the others.
+// What thread 0 tells the other threads to do.
 struct Turn {
   Next next;
   u32 lane;
@@ -56,8 +58,8 @@ struct Turn {
   Move move;
 };
 
-// The program where it is to be read: the one that travels with the arguments may be anywhere, and the steps of one thread read
-// it, one word after another. Done by all threads of the block.
+// The program at an address that is fast to read. A program in the arguments is copied into shared memory, since one thread reads it word by word.
+// All threads of the block call this.
 DEVICE INLINE const u8* staged(const Arguments& arguments, u64* room) {
   const u8* program = arguments.program != 0 ? reinterpret_cast<const u8*>(arguments.program) : arguments.inline_program;
   if (arguments.staged == 0) return program;
@@ -67,11 +69,11 @@ DEVICE INLINE const u8* staged(const Arguments& arguments, u64* room) {
   return reinterpret_cast<const u8*>(room);
 }
 
-// One block of a kernel: of the one for any launch, or of the one for launches that reduce nothing.
+// One block of a kernel: of the one for any launch, or of the one for launches that only copy.
 template <bool REDUCES>
 class Block {
  public:
-  // `lanes` and `ops` have room for the channel's; both are shared by the threads of the block, as is `turn`.
+  // `lanes` and `ops` have room for the channel's. The threads of the block share both, and `turn`.
   DEVICE Block(const Arguments& arguments, const u8* program, u32 index, u32 blocks, Turn& turn, LaneState* lanes, OpState* ops)
       : arguments_(arguments),
         program_(program),
@@ -89,7 +91,7 @@ class Block {
     const u32 messages = channel_.first_message_lane - channel_.first_lane;
     const u32 end = channel_.end_lane - channel_.first_lane;
     begin(end);
-    // A loop, so that its code is there once.
+    // A loop, so that its code exists once.
     bool done = true;
     UNROLL_BY(1)
     for (u32 part = 0; done && part < 2; part++) {
@@ -103,15 +105,14 @@ class Block {
   template <class T>
   DEVICE const T* table(u32 at) const { return reinterpret_cast<const T*>(program_ + at); }
 
-  // Each lane's first work is begun by a thread of its own, so that they ask for what is far away together. Nothing but a lane
-  // moves its FIFOs' positions.
+  // One thread begins each lane's first work, so that their distant loads overlap. Only a lane moves its FIFOs' positions.
   DEVICE void begin(u32 lanes) {
     if (thread_index() == 0) runs_ = report_.runs();
     for (u32 lane = thread_index(); lane < lanes; lane += threads()) {
       LaneState& state = lanes_[lane];
       state.index = all_lanes_[lane].first_work;
       state.end = all_lanes_[lane].end_work;
-      state.has_step = state.told = false;
+      state.has_step = state.start_noted = false;
       state.begun = state.index < state.end;
       if (state.begun) begin_work(state, works_, program_);
     }
@@ -121,7 +122,7 @@ class Block {
     block_barrier();
   }
 
-  // Runs some of the lanes to their ends; false if the launch is to be given up.
+  // Runs the lanes first..end to their ends. False: give up.
   DEVICE bool phase(u32 first, u32 end) {
     u32 last = end - 1;
     for (;;) {
@@ -132,7 +133,7 @@ class Block {
       block_barrier();
       const Next next = turn_.next;
       if (next == Next::Move) run_move<REDUCES>(turn_.move);
-      // All have read the turn and are done with the slots: thread 0 may hand them over and write the next turn.
+      // All threads have read the turn and are done with the slots: thread 0 may hand them over and write the next turn.
       block_barrier();
       if (next != Next::Move) return next == Next::Done;
       if (thread_index() == 0) hand_over();
@@ -150,7 +151,7 @@ class Block {
           case Advance::Done: break;
           case Advance::Waiting: left = true; break;
           case Advance::Ready: return;
-          case Advance::Differs: return give_up();
+          case Advance::Mismatch: return give_up();
         }
       }
       if (!left) {
@@ -158,26 +159,26 @@ class Block {
         turn_.lane = last;
         return;
       }
-      // Who waits has time to report, but not at first.
+      // A waiting block has time to report, but not at first.
       if (polls % 8 == 0) report_start();
-      // Not at every turn: both words are far away.
+      // Not at every poll: both words are far away.
       if (polls % 32 == 0 && (load_relaxed(&report_.control().abort) != 0 || load_relaxed(&report_.state().differs) != 0)) {
         return give_up();
       }
-      // Seldom: it is only for ranks that call different operations.
+      // Seldom: this is only for ranks that run different operations.
       if (polls % 256 == 0) {
         for (u32 lane = first; lane < end; lane++) {
-          if (met_one_shot(lane)) return give_up();
+          if (check_one_shot(lane)) return give_up();
         }
       }
-      if (report_.is_long(polls)) tell_wait(polls, first, end);
-      // Not at first: what comes over a link between GPUs comes within a few turns.
+      if (report_.is_long(polls)) report_wait(polls, first, end);
+      // Not at first: what comes over a link between GPUs comes within a few polls.
       if (PAUSES_AT_ONCE || polls >= 64) pause_polling();
     }
   }
 
-  // Tells what the first lane that has something left to do waits for. Peers of messages the host knows.
-  DEVICE void tell_wait(u32 polls, u32 first, u32 end) {
+  // Shows what the first unfinished lane waits for. The host knows the peers of messages.
+  DEVICE void report_wait(u32 polls, u32 first, u32 end) {
     u32 lane = first;
     while (lane + 1 < end && !lanes_[lane].has_step) lane++;
     const LaneState& state = lanes_[lane];
@@ -188,30 +189,29 @@ class Block {
     report_.waits(polls, data ? Phase::Data : Phase::Room, peer, channel_.channel, work.op, state.made + 1);
   }
 
-  // Nothing moves any more. If ranks differ, whoever waits for this one shall find the reason in place: the abort word
-  // is waited for.
+  // Nothing moves any more. Waits for the abort word, so that after a mismatch the host can store the reason before this kernel ends.
   DEVICE void give_up() {
     while (load_relaxed(&report_.control().abort) == 0) pause_polling();
     turn_.next = Next::GiveUp;
     turn_.lane = 0;
   }
 
-  enum class Advance { Waiting, Ready, Done, Differs };
+  enum class Advance { Waiting, Ready, Done, Mismatch };
 
-  // Finds what a lane does next; `Ready`: it is in `turn_`.
+  // Finds what a lane does next. `Ready`: it is in `turn_`.
   DEVICE Advance advance(u32 lane) {
     LaneState& state = lanes_[lane];
     for (;;) {
       if (state.has_step) return prepare(lane, state);
       if (state.index >= state.end) return Advance::Done;
       if (!state.begun) begin_work(state, works_, program_);
-      if (!state.told) tell(state);
+      if (!state.start_noted) note_start(state);
       state.has_step = state.schedule.seek(state.position, state.step);
       if (!state.has_step) end_work(state);
     }
   }
 
-  // A function, here and below: where code is there once, less of it has to be fetched.
+  // Not inlined, here and below: code that exists once has to be fetched once.
   DEVICE static NOINLINE void begin_work(LaneState& state, const Work* works, const u8* program) {
     state.begun = true;
     state.made = 0;
@@ -219,8 +219,8 @@ class Block {
     state.work = works[state.index];
     const Work& work = state.work;
     u64 head = 0, tail = 0, released = 0;
-    state.prev_slots = work.placed & PREV_PLACED ? 0 : work.prev + SLOTS_OFFSET;
-    state.next_slots = work.placed & NEXT_PLACED ? place_of(work.next) : work.next + SLOTS_OFFSET;
+    state.prev_slots = work.indirect & PREV_INDIRECT ? 0 : work.prev + SLOTS_OFFSET;
+    state.next_slots = work.indirect & NEXT_INDIRECT ? slots_address(work.next) : work.next + SLOTS_OFFSET;
     if (work.prev != 0) head = load_relaxed(&consumer(work.prev)->head);
     if (work.next != 0) {
       tail = load_relaxed(&producer(work.next_producer)->tail);
@@ -236,10 +236,10 @@ class Block {
                          : work.scalar;
   }
 
-  // Remembers to report an operation, if this is its first work.
-  DEVICE void tell(LaneState& state) {
+  // Keeps the start of an operation for `report_start`, if this is its first work.
+  DEVICE void note_start(LaneState& state) {
     const Work& work = state.work;
-    state.told = true;
+    state.start_noted = true;
     if (work.state == NONE || ops_[work.state].begun) return;
     ops_[work.state].begun = true;
     report_start();
@@ -253,7 +253,7 @@ class Block {
       OpState& op = ops_[state.work.state];
       if (--op.left == 0) report(EventKind::Stopped, state.work.op, device_time());
     }
-    state.begun = state.told = false;
+    state.begun = state.start_noted = false;
     state.index++;
   }
 
@@ -266,12 +266,12 @@ class Block {
       state.released = load_acquire(&producer(work.next_producer)->head);
       room = state.tail - state.released < SLOTS;
     }
-    // Looked at also by who waits for room: he may wait for a rank that waits for something else. Acquire: the slot is there.
+    // Also checked while it waits for room, since the rank that it waits for may run another operation. Acquire: the slot is there.
     if (work.prev != 0 && (step.recv || !room)) {
       const u64 flag = load_acquire(&line_of(work.prev, state.head)->flag);
       if (!is_posted(flag, state.head)) return Advance::Waiting;
-      if (tag_of(flag) != work.tag) return differs(work, tag_of(flag));
-      if (state.prev_slots == 0) state.prev_slots = place_of(work.prev);
+      if (tag_of(flag) != work.tag) return report_mismatch(work, tag_of(flag));
+      if (state.prev_slots == 0) state.prev_slots = slots_address(work.prev);
     }
     if (!room) return Advance::Waiting;
 
@@ -308,14 +308,14 @@ class Block {
     return Advance::Ready;
   }
 
-  DEVICE Advance differs(const Work& work, u32 theirs) {
+  DEVICE Advance report_mismatch(const Work& work, u32 theirs) {
     if (exchange_relaxed(&report_.state().differs, 1) == 0) report(EventKind::Mismatch, work.op, theirs);
-    return Advance::Differs;
+    return Advance::Mismatch;
   }
 
-  // Whether the previous rank has begun a one-shot operation where this lane waits for its slot. What that rank has
-  // posted before is there once its operation is seen to have begun: a slot that is still missing will not come.
-  DEVICE bool met_one_shot(u32 lane) {
+  // Whether the previous rank has begun a one-shot operation over peer memory while this lane waits for its slot. What that rank posted before is
+  // visible once its operation is seen to have begun, so a slot that is still missing will not come.
+  DEVICE bool check_one_shot(u32 lane) {
     LaneState& state = lanes_[lane];
     if (arguments_.peers == 0 || !state.begun) return false;
     const Work& work = state.work;
@@ -324,7 +324,7 @@ class Block {
     u32 theirs;
     if (!peeked_tag(arguments_.peers, prev, theirs)) return false;
     if (is_posted(load_acquire(&line_of(work.prev, state.head)->flag), state.head)) return false;
-    differs(work, theirs);
+    report_mismatch(work, theirs);
     return true;
   }
 
@@ -345,17 +345,16 @@ class Block {
     LaneState& state = lanes_[turn_.lane];
     const Work& work = state.work;
     FifoLine* line = turn_.send ? line_of(work.next, state.tail) : nullptr;
-    // Halves that are apart have kernels at both ends, which know the size.
-    const bool tells_size = turn_.send && work.next == work.next_producer;
-    if (tells_size) store_relaxed(&line->size, turn_.bytes);
-    // One release for both: all that the block's threads have written to the slot that leaves, and its size, and all that they
-    // have read from the one that has come, which the barrier has ordered before this, is done before its flag or the new
-    // head is seen. Where there is none of that, the flag says all.
-    if (tells_size || turn_.bytes > 0) fence_system();
+    // If the halves are apart, both ends are kernels, which know the size.
+    const bool writes_size = turn_.send && work.next == work.next_producer;
+    if (writes_size) store_relaxed(&line->size, turn_.bytes);
+    // One fence for both slots. It orders what the block's threads have written to the outgoing slot, and its size, and what they have read from the
+    // incoming slot, before the flag and the new head. Without bytes or size the flag alone says everything.
+    if (writes_size || turn_.bytes > 0) fence_system();
     if (turn_.send) {
       store_relaxed(&line->flag, flag_of(state.tail, work.tag));
       state.tail++;
-      // For the next producer, be it this block or another or the host: whatever lets it begin comes after this.
+      // For the next producer, whether this block, another one or the host: whatever lets it begin comes after this.
       store_relaxed(&producer(work.next_producer)->tail, state.tail);
     }
     if (turn_.recv) {
@@ -366,11 +365,11 @@ class Block {
     }
     state.position.index++;
     state.has_step = false;
-    // The host is told of some.
+    // Shows the host progress, now and then.
     if (++state.made % 8 == 0) report_.moved(state.made);
   }
 
-  // Reports what was begun and will not be finished, and that this block is done.
+  // Reports operations that have begun and will not finish, and that this block is done.
   DEVICE void finish(bool aborted) {
     if (aborted) {
       for (u32 op = 0; op < channel_.end_op - channel_.first_op; op++) {
@@ -380,7 +379,7 @@ class Block {
     if (report_.block_done(blocks_, aborted)) report_.end(runs_, aborted);
   }
 
-  // Reports it, after what has begun if that was not.
+  // Reports an event, behind the start of its operation if that was not reported yet.
   DEVICE void report(EventKind kind, u32 op, u64 value) {
     const u64 ticket = report_.ticket(started_ ? 2 : 1);
     report_at(started_ ? ticket + 1 : ticket, kind, op, value);
@@ -388,7 +387,7 @@ class Block {
     started_ = false;
   }
 
-  // Tells what has begun, which `tell` has left to who has time: first comes what others wait for.
+  // Reports a start that `note_start` has kept. Peers wait for slots, nobody waits for the report, so it comes when there is time.
   DEVICE void report_start() {
     if (started_) report_at(report_.ticket(), EventKind::Started, started_op_, started_at_);
     started_ = false;
@@ -399,20 +398,19 @@ class Block {
   }
   DEVICE static NOINLINE void put_event(const Head& head, u64 ticket, EventKind kind, u32 replay, u32 channel, u32 op, u64 value) {
     const Report report(head);
-    report.event_at(report.place(ticket), kind, replay, channel, op, value);
+    report.event_at(report.slot(ticket), kind, replay, channel, op, value);
   }
 
   // The halves of a FIFO at the addresses of `Work`.
   DEVICE static FifoHeader* consumer(u64 address) { return reinterpret_cast<FifoHeader*>(address); }
   DEVICE static FifoCounts* producer(u64 address) { return reinterpret_cast<FifoCounts*>(address); }
   DEVICE static FifoLine* line_of(u64 address, u64 position) { return &consumer(address)->lines[position % SLOTS]; }
-  // Where the slots of a FIFO are that says it. Of those that come it has been said once the first is posted, of those that leave
-  // before the launch.
-  DEVICE static u64 place_of(u64 address) {
-    const u64 place = load_relaxed(&consumer(address)->place);
-    return place != 0 ? place : address + SLOTS_OFFSET;
+  // Address of the slots of a FIFO with indirect slots. It is set before the first incoming slot is posted, and before a launch with outgoing slots.
+  DEVICE static u64 slots_address(u64 address) {
+    const u64 slots = load_relaxed(&consumer(address)->slots);
+    return slots != 0 ? slots : address + SLOTS_OFFSET;
   }
-  // Where so many bytes of the slot at a position are.
+  // Address of the bytes of the slot at a position.
   DEVICE static void* slot_of(u64 address, u64 slots, u64 position, u32 bytes, u32 slot_bytes) {
     if (bytes <= LINE_BYTES) return line_of(address, position)->data;
     return reinterpret_cast<void*>(slots + position % SLOTS * slot_bytes);
@@ -426,9 +424,9 @@ class Block {
   const Op* all_ops_;
   const Report report_;
   u32 blocks_;
-  // Runs before this one; known to thread 0.
+  // Runs before this one; only thread 0 knows it.
   u32 runs_ = 0;
-  // An operation that has begun and was not reported.
+  // An operation that has begun and was not reported yet.
   bool started_ = false;
   u32 started_op_ = 0;
   u64 started_at_ = 0;

@@ -1,9 +1,9 @@
-// Elementwise reductions: the twin of src/reduce.rs and src/minifloat.rs, with their rules: narrow floats are widened to
-// float and rounded once a call, products and sums are never fused (compiled with -fmad=false), integers wrap. Results are
-// those of the twin, bit by bit, but for the payload of a NaN: what a GPU computes with one is the canonical NaN.
+// Elementwise reductions: the twin of src/reduce.rs and src/minifloat.rs. Narrow floats are widened to float and rounded once a call, products and
+// sums are never fused (compiled with -fmad=false), integers wrap. Results have the twin's bits, except for the payload of a NaN: a GPU computes the
+// canonical NaN.
 #pragma once
 
-#include "launch.cuh"
+#include "layout.cuh"
 
 namespace ringsight {
 
@@ -141,7 +141,7 @@ struct Float8e5m2 {
   }
 };
 
-// A type that is computed in as it is stored.
+// A type whose arithmetic is done in the type itself.
 template <class T>
 struct Plain {
   using Wide = T;
@@ -172,7 +172,7 @@ struct Numbers<double> : Floats<double> {
 template <class T, class Division>
 struct Integers {
   DEVICE static T argument(u64 bits) { return static_cast<T>(bits); }
-  // In 64 bits without sign: products of narrower ones do not overflow there, and wider ones wrap.
+  // Unsigned 64 bits: products of narrower types do not overflow there, and wider ones wrap.
   DEVICE static T add(T a, T b) { return static_cast<T>(static_cast<u64>(a) + static_cast<u64>(b)); }
   DEVICE static T mul(T a, T b) { return static_cast<T>(static_cast<u64>(a) * static_cast<u64>(b)); }
   DEVICE static T max(T a, T b) { return a > b ? a : b; }
@@ -188,7 +188,7 @@ template <> struct Numbers<u32> : Integers<u32, u64> {};
 template <> struct Numbers<int64_t> : Integers<int64_t, int64_t> {};
 template <> struct Numbers<u64> : Integers<u64, u64> {};
 
-// How a partial result `a` and a contribution `b` are combined; `Scale` makes a partial result of the first contribution.
+// How a partial result `a` and a contribution `b` are combined. `Scale` makes a partial result of the first contribution.
 struct Sum {
   template <class W> DEVICE static W apply(W a, W b, u64) { return Numbers<W>::add(a, b); }
 };

@@ -1,4 +1,4 @@
-// One word of every rank's elements combined to one, in the order of ranks.
+// Combines one word of each rank's elements into one, in the order of ranks.
 #pragma once
 
 #include <type_traits>
@@ -32,7 +32,7 @@ DEVICE u64 bits_of(const E& element) {
   return both.bits;
 }
 
-// How contributions are combined when all are at hand: narrow ones are rounded once, at the end.
+// How contributions are combined when all are at hand. Narrow floats are rounded once, at the end.
 template <class Op>
 struct Fold {
   template <class W> DEVICE static W first(W one, u64) { return one; }
@@ -52,13 +52,13 @@ struct Fold<SumDiv> {
   template <class W> DEVICE static W last(W sum, u64 ranks) { return Numbers<W>::div(sum, ranks); }
 };
 
-// Of whatever type and combination the operation has, where `E` and `Op` are void, or of elements `E` combined by `Op`; of any
-// number of ranks up to `MOST`, or of `RANKS`.
+// `E`, `Op`: elements `E` are combined by `Op`; void for the type and combination of the operation. `RANKS`: the number of ranks; 0 for any number up to
+// `MOST`.
 template <class E, class Op, u32 RANKS, u32 MOST>
 class Folding {
  public:
   static constexpr bool IS_ANY = std::is_void_v<E>;
-  static constexpr u32 MOST_RANKS = RANKS != 0 ? RANKS : MOST;
+  static constexpr u32 MAX_RANKS = RANKS != 0 ? RANKS : MOST;
 
   DEVICE Folding(DataType type, Combine combine, u64 argument, u32 ranks)
       : type_(type), combine_(combine), argument_(argument), ranks_(ranks) {}
@@ -72,8 +72,8 @@ class Folding {
     }
   }
 
-  // Of the words `all`, by rank.
-  DEVICE INLINE u64 reduce(const u64 (&all)[MOST_RANKS]) const {
+  // Combines the words `all`, by rank.
+  DEVICE INLINE u64 reduce(const u64 (&all)[MAX_RANKS]) const {
     if constexpr (IS_ANY) {
       return reduce_typed(all);
     } else {
@@ -82,7 +82,7 @@ class Folding {
   }
 
  private:
-  DEVICE INLINE u64 reduce_typed(const u64 (&all)[MOST_RANKS]) const {
+  DEVICE INLINE u64 reduce_typed(const u64 (&all)[MAX_RANKS]) const {
     switch (type_) {
       case DataType::Int8: return reduce_integers<Plain<int8_t>>(all);
       case DataType::Uint8: return reduce_integers<Plain<u8>>(all);
@@ -99,11 +99,11 @@ class Folding {
     }
   }
   template <class T>
-  DEVICE INLINE u64 reduce_integers(const u64 (&all)[MOST_RANKS]) const {
+  DEVICE INLINE u64 reduce_integers(const u64 (&all)[MAX_RANKS]) const {
     return combine_ == Combine::SumDiv ? reduce_as<T, SumDiv>(all) : reduce_any<T>(all);
   }
   template <class T>
-  DEVICE INLINE u64 reduce_any(const u64 (&all)[MOST_RANKS]) const {
+  DEVICE INLINE u64 reduce_any(const u64 (&all)[MAX_RANKS]) const {
     switch (combine_) {
       case Combine::Prod: return reduce_as<T, Prod>(all);
       case Combine::Max: return reduce_as<T, Max>(all);
@@ -113,16 +113,16 @@ class Folding {
     }
   }
   template <class T, class How>
-  DEVICE INLINE u64 reduce_as(const u64 (&all)[MOST_RANKS]) const {
+  DEVICE INLINE u64 reduce_as(const u64 (&all)[MAX_RANKS]) const {
     using W = typename T::Wide;
     constexpr u32 BITS = 8 * sizeof(T);
     u64 result = 0;
-    // Conversions of 8-bit floats are long.
+    // Conversions of 8-bit floats take long code.
     UNROLL_BY((sizeof(T) == 1 ? 1 : 8 / sizeof(T)))
     for (u32 bit = 0; bit < 64; bit += BITS) {
       W sum{};
       UNROLL
-      for (u32 rank = 0; rank < MOST_RANKS; rank++) {
+      for (u32 rank = 0; rank < MAX_RANKS; rank++) {
         if (rank < ranks()) {
           const W one = element_of<T>(all[rank] >> bit).widen();
           sum = rank == 0 ? Fold<How>::first(one, argument_) : Fold<How>::next(sum, one, argument_);
@@ -139,7 +139,7 @@ class Folding {
   const u32 ranks_;
 };
 
-// Kernels of their own for sums among some numbers of ranks: {name, element, combination, ranks}; `kernel_of_sum` in src/cuda/peer_launch.rs numbers them.
+// Specialised kernels for sums: {name, element, combination, ranks}. `sum_kernel` in src/cuda/peer_launch.rs numbers them.
 #define RINGSIGHT_SUMS(X, PREFIX)                     \
   X(PREFIX##_sum_f32_2, Plain<float>, MulSum, 2)      \
   X(PREFIX##_sum_f32_4, Plain<float>, MulSum, 4)      \

@@ -1,15 +1,13 @@
-#include "append.cuh"
+#include "journal.cuh"
 #include "channels.cuh"
 #include "clock.cuh"
-#include "count.cuh"
-#include "exchange.cuh"
-#include "gates.cuh"
+#include "collective.cuh"
+#include "copy_engine.cuh"
 #include "messages.cuh"
 #include "one_shot.cuh"
-#include "pieces.cuh"
+#include "tiles.cuh"
 
-// Runs launches of channel programs, a block for each channel: any, or those that reduce nothing, whose code is short and keeps
-// more loads under way.
+// Channel programs, one block per channel: for any launch, and for launches that only copy, whose short code keeps more loads in flight.
 #define RINGSIGHT_CHANNELS(NAME, REDUCES)                                             \
   extern "C" __global__ void __launch_bounds__(ringsight::CHANNEL_THREADS, 1)         \
   NAME(const __grid_constant__ ringsight::Arguments arguments) {                      \
@@ -24,72 +22,72 @@
 RINGSIGHT_CHANNELS(ringsight_channels, true)
 RINGSIGHT_CHANNELS(ringsight_channels_copy, false)
 
-// Kernels that move data among peers may be brought before those before them in their stream have ended: see platform.cuh.
+// Peer kernels may be placed before the kernel before them in their stream has ended: see `await_kernels_before`.
 
-// An all_reduce among peers.
+// One-shot AllReduce.
 #define RINGSIGHT_KERNEL(NAME, E, OP, RANKS)                                                                          \
-  extern "C" __global__ void __launch_bounds__(512 + ringsight::SERVICE)                 \
+  extern "C" __global__ void __launch_bounds__(512 + ringsight::SERVICE_THREADS)                 \
   NAME(const __grid_constant__ ringsight::OneShot arguments) {                                                        \
     using namespace ringsight;                                                                                        \
-    __shared__ volatile u64 place;                                                                                   \
+    __shared__ volatile u64 end_slot;                                                                                   \
     await_kernels_before();                                                                                          \
-    OneShotBlock<E, OP, RANKS>(arguments, blockIdx.x, gridDim.x, place).run();                                       \
+    OneShotBlock<E, OP, RANKS>(arguments, blockIdx.x, gridDim.x, end_slot).run();                                       \
   }
 RINGSIGHT_ONE_SHOTS(RINGSIGHT_KERNEL)
 #undef RINGSIGHT_KERNEL
 
-// A collective of any length among peers: two blocks on a multiprocessor, or four of half the threads.
-#define RINGSIGHT_KERNEL(NAME, STRAIGHT, REDUCES, WHOLE, E, OP, RANKS)                                  \
-  extern "C" __global__ void __launch_bounds__(ringsight::EXCHANGE_THREADS, 2)                    \
-  NAME(const __grid_constant__ ringsight::Exchange arguments) {                                  \
+// Collectives of any length: two blocks on a multiprocessor, or four of half the threads.
+#define RINGSIGHT_KERNEL(NAME, ZERO_COPY, REDUCES, ALIGNED, E, OP, RANKS)                                  \
+  extern "C" __global__ void __launch_bounds__(ringsight::COLLECTIVE_THREADS, 2)                    \
+  NAME(const __grid_constant__ ringsight::Collective arguments) {                                  \
     using namespace ringsight;                                                                   \
-    __shared__ volatile u64 place;                                                              \
-    __shared__ PlacesOf<STRAIGHT, REDUCES, RANKS> places;                                        \
+    __shared__ volatile u64 end_slot;                                                              \
+    __shared__ BlockAddresses<ZERO_COPY, REDUCES, RANKS> addresses;                                        \
     await_kernels_before();                                                                      \
-    ExchangeBlock<STRAIGHT, REDUCES, WHOLE, E, OP, RANKS>(arguments, blockIdx.x, gridDim.x, place, places).run(); \
+    CollectiveBlock<ZERO_COPY, REDUCES, ALIGNED, E, OP, RANKS>(arguments, blockIdx.x, gridDim.x, end_slot, addresses).run(); \
   }
-RINGSIGHT_EXCHANGES(RINGSIGHT_KERNEL)
+RINGSIGHT_COLLECTIVES(RINGSIGHT_KERNEL)
 
-// Messages among peers.
-#define RINGSIGHT_MESSAGES(NAME, WHOLE)                              \
+// Messages.
+#define RINGSIGHT_MESSAGES(NAME, ALIGNED)                              \
   extern "C" __global__ void __launch_bounds__(256, 2)               \
   NAME(const __grid_constant__ ringsight::Messages arguments) {      \
     ringsight::await_kernels_before();                                 \
-    ringsight::MessagesBlock<WHOLE>(arguments, blockIdx.x, gridDim.x).run(); \
+    ringsight::MessagesBlock<ALIGNED>(arguments, blockIdx.x, gridDim.x).run(); \
   }
 RINGSIGHT_MESSAGES(ringsight_messages_elements, false)
 RINGSIGHT_MESSAGES(ringsight_messages_words, true)
 
-// Before, behind and between copies by copy engines; one warp.
-#define RINGSIGHT_GATE(NAME, WHERE)                                    \
-  extern "C" __global__ void __launch_bounds__(ringsight::SERVICE, 1)  \
-  NAME(const __grid_constant__ ringsight::Gate arguments) {            \
-    __shared__ volatile ringsight::u64 place;                          \
-    ringsight::run_gate<ringsight::WHERE>(arguments, place);                      \
+// Entry, exit and barrier kernels of copy-engine collectives; one warp.
+#define RINGSIGHT_COPY_ENGINE(NAME, KERNEL)                                    \
+  extern "C" __global__ void __launch_bounds__(ringsight::SERVICE_THREADS, 1)  \
+  NAME(const __grid_constant__ ringsight::CopyEngineCall arguments) {            \
+    __shared__ volatile ringsight::u64 end_slot;                          \
+    ringsight::run_copy_engine_kernel<ringsight::KERNEL>(arguments, end_slot);                      \
   }
-RINGSIGHT_GATES(RINGSIGHT_GATE)
+RINGSIGHT_COPY_ENGINE_KERNELS(RINGSIGHT_COPY_ENGINE)
 
-// A piece of a reduction between copies.
-#define RINGSIGHT_PIECE(NAME, E, OP, RANKS)                                                 \
+// Reduces a tile of a copy-engine reduction.
+#define RINGSIGHT_TILE(NAME, E, OP, RANKS)                                                 \
   extern "C" __global__ void __launch_bounds__(512, 1)                                      \
-  NAME(const __grid_constant__ ringsight::Exchange arguments) {                             \
+  NAME(const __grid_constant__ ringsight::Collective arguments) {                             \
     using namespace ringsight;                                                              \
-    reduce_piece<E, OP, RANKS>(arguments, blockIdx.x, gridDim.x);                           \
+    reduce_tile<E, OP, RANKS>(arguments, blockIdx.x, gridDim.x);                           \
   }
-RINGSIGHT_PIECES(RINGSIGHT_PIECE)
+RINGSIGHT_TILES(RINGSIGHT_TILE)
 
-// What the timer shows; one thread.
+// Answers with the timer; one thread.
 extern "C" __global__ void ringsight_clock(const __grid_constant__ ringsight::ClockArguments arguments) {
   ringsight::answer_clock(arguments);
 }
 
-// Nothing; one thread. A graph whose kernel it is still comes after its launches before: kernel_graphs.rs.
+// Does nothing; one thread. In a graph it still runs after the graph's earlier launches: kernel_graphs.rs.
 extern "C" __global__ void ringsight_nothing() {}
 
-// That a stream has come here; one thread.
+// Appends to a journal; one thread.
 extern "C" __global__ void ringsight_append(ringsight::u64* journal, ringsight::u64 word) { ringsight::append(journal, word); }
 
-// How often a graph has come here; one thread.
+// Increments a counter; one thread.
 extern "C" __global__ void ringsight_count(ringsight::u64* word) { ringsight::count_up(word); }
 
 static_assert(sizeof(ringsight::LaneState) == 280, "LANE_STATE_BYTES in src/cuda/layout.rs");

@@ -1,4 +1,4 @@
-// What a block does with the bytes of one step: copies and reductions by all its threads.
+// How a block moves the bytes of one step: copies and reductions by all its threads.
 #pragma once
 
 #include "elements.cuh"
@@ -12,20 +12,20 @@ enum class Kernel : u8 { Copy, Sum, Prod, Max, Min, MulSum, SumDiv, Scale };
 struct Move {
   // A partial result; null for a copy and for `Scale`.
   const void* partial;
-  // This rank's contribution, or what is copied.
+  // This rank's contribution, or the source of a copy.
   const void* from;
-  // Where the result goes; null if nowhere.
+  // Destination of the result, or null.
   void* out;
-  // Where it goes as well; null if nowhere.
+  // Second destination, or null.
   void* also;
-  // Those of a slot: fewer than 2^30 bytes have.
+  // A slot has fewer than 2^30 bytes.
   u64 elems;
   u64 argument;
   DataType data_type;
   Kernel kernel;
 };
 
-// What a thread loads at once: 16 bytes; of the 8-bit floats four, whose conversions are long.
+// Bytes that a thread loads at once: 16; 4 of the 8-bit floats, whose conversions take long code.
 template <class E>
 constexpr u32 pack_bytes() { return 16; }
 template <>
@@ -39,14 +39,14 @@ struct alignas(pack_bytes<E>()) Packed {
   E elements[ELEMS];
 };
 
-// Loads of an input that a thread has under way at once: what all threads have is what fills a link. A block of 512 has 64 KiB
-// of a copy where the kernel does nothing else, and 32 KiB of the sums that are asked for most. All other reductions have
-// one load each: their code for more would be long, and take registers from all else.
+// Loads of an input that a thread has in flight at once. All threads together fill the link: a block of 512 has 64 KiB of a copy in flight in the
+// copy-only kernel, and 32 KiB of the most frequent sums. All other reductions have one load each, since their code for more would be long and take
+// registers from everything else.
 constexpr u32 COPIES_AT_ONCE = 8;
 constexpr u32 SUMS_AT_ONCE = 4;
 
-// Loads and stores items 0..count, each by one thread, and each thread `AT_ONCE` at a time. Both are given the thread's first
-// item and how far behind it, a constant, the one that is meant: so each address is one register for all.
+// Loads and stores items 0..count, one thread per item, `AT_ONCE` items per thread at a time. Both callbacks get the thread's first item and a constant
+// distance from it, so that each address needs one register for all items.
 template <class T, u32 AT_ONCE, class Load, class Store>
 DEVICE INLINE void each(u32 count, Load load, Store store) {
   UNROLL_BY(1)
@@ -66,8 +66,8 @@ DEVICE INLINE void each(u32 count, Load load, Store store) {
 template <class T>
 struct Pair { T x, y; };
 
-// Every thread takes packs where all addresses allow it, else elements. An element is read before its place is
-// written, by the same thread: outputs may be the inputs themselves.
+// Threads take packs if all addresses are aligned, else elements. The thread that stores an element has loaded it before, so outputs may be the
+// inputs themselves.
 template <class E, class Op, u32 AT_ONCE>
 DEVICE INLINE void combine(const Move& move) {
   const E* a = static_cast<const E*>(move.partial);
@@ -124,7 +124,7 @@ struct alignas(16) Sixteen { u64 halves[2]; };
 
 template <u32 AT_ONCE>
 DEVICE INLINE void copy(const Move& move) {
-  // Nothing is moved without a place for it.
+  // Without a destination nothing is moved.
   if (move.elems == 0) return;
   const u32 size = size_of(move.data_type);
   const u64 bytes = move.elems * size;
@@ -147,7 +147,7 @@ DEVICE INLINE void copy(const Move& move) {
   }
 }
 
-// A function of its own: what is inlined shares registers with all else, what is called saves those that it takes.
+// Not inlined: inlined code would share registers with everything else, while a called function saves those that it uses.
 template <class E, class Op>
 DEVICE NOINLINE void combine_one(const Move& move) {
   combine<E, Op, 1>(move);
@@ -178,7 +178,7 @@ DEVICE INLINE void combine_often(const Move& move) {
   combine_any<E>(move);
 }
 
-// Done by all threads of the block. Without `REDUCES` there are copies only.
+// All threads of the block call this. Without `REDUCES` there are only copies.
 template <bool REDUCES>
 DEVICE INLINE void run_move(const Move& move) {
   if constexpr (!REDUCES) return copy<COPIES_AT_ONCE>(move);
@@ -199,7 +199,7 @@ DEVICE INLINE void run_move(const Move& move) {
   }
 }
 
-// A scalar in device memory as the argument of a kernel: `Reduction::argument` in src/reduce.rs.
+// Makes the argument of a reduction from a scalar in device memory: `Reduction::argument` in src/reduce.rs.
 DEVICE inline u64 scalar_argument(const void* address, DataType type) {
   switch (type) {
     case DataType::Float16: return float_to_bits(static_cast<const Half*>(address)->widen());

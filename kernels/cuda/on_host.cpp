@@ -1,19 +1,18 @@
-// The kernels for the host's processor, a block on one thread: what tests/cuda_source.rs runs.
+// The kernels for the host's processor, one thread per block: what tests/cuda_source.rs runs.
 #include <vector>
 
-#include "append.cuh"
+#include "journal.cuh"
 #include "channels.cuh"
 #include "clock.cuh"
-#include "count.cuh"
-#include "exchange.cuh"
-#include "gates.cuh"
+#include "collective.cuh"
+#include "copy_engine.cuh"
 #include "messages.cuh"
 #include "one_shot.cuh"
-#include "pieces.cuh"
+#include "tiles.cuh"
 
 using namespace ringsight;
 
-// A block of `ringsight_channels_copy`, or, where it `reduces`, of `ringsight_channels`.
+// A block of `ringsight_channels`, or of `ringsight_channels_copy` if not `reduces`.
 extern "C" void ringsight_run_block(const Arguments* arguments, u32 index, u32 blocks, u32 ops, bool reduces) {
   Turn turn;
   std::vector<LaneState> lane_states(arguments->lanes);
@@ -27,7 +26,7 @@ extern "C" void ringsight_run_block(const Arguments* arguments, u32 index, u32 b
 // `ringsight_clock`.
 extern "C" void ringsight_run_clock(const ClockArguments* arguments) { answer_clock(*arguments); }
 
-// What src/cuda/layout.rs has, too.
+// For comparison with src/cuda/layout.rs.
 extern "C" u32 ringsight_ring_entries() { return RING_ENTRIES; }
 
 // `ringsight_append`.
@@ -39,45 +38,45 @@ extern "C" void ringsight_run_count(u64* word) { count_up(word); }
 namespace {
 template <class E, class Op, u32 RANKS>
 void run_one_shot(const void* arguments, u32 index, u32 blocks) {
-  volatile u64 place;
-  OneShotBlock<E, Op, RANKS>(*static_cast<const OneShot*>(arguments), index, blocks, place).run();
+  volatile u64 end_slot;
+  OneShotBlock<E, Op, RANKS>(*static_cast<const OneShot*>(arguments), index, blocks, end_slot).run();
 }
-template <bool STRAIGHT, bool REDUCES, bool WHOLE, class E, class Op, u32 RANKS>
-void run_exchange(const void* arguments, u32 index, u32 blocks) {
-  volatile u64 place;
-  PlacesOf<STRAIGHT, REDUCES, RANKS> places;
-  ExchangeBlock<STRAIGHT, REDUCES, WHOLE, E, Op, RANKS>(*static_cast<const Exchange*>(arguments), index, blocks, place, places).run();
+template <bool ZERO_COPY, bool REDUCES, bool ALIGNED, class E, class Op, u32 RANKS>
+void run_collective(const void* arguments, u32 index, u32 blocks) {
+  volatile u64 end_slot;
+  BlockAddresses<ZERO_COPY, REDUCES, RANKS> addresses;
+  CollectiveBlock<ZERO_COPY, REDUCES, ALIGNED, E, Op, RANKS>(*static_cast<const Collective*>(arguments), index, blocks, end_slot, addresses).run();
 }
-template <bool WHOLE>
+template <bool ALIGNED>
 void run_messages(const void* arguments, u32 index, u32 blocks) {
-  MessagesBlock<WHOLE>(*static_cast<const Messages*>(arguments), index, blocks).run();
+  MessagesBlock<ALIGNED>(*static_cast<const Messages*>(arguments), index, blocks).run();
 }
-template <Stands WHERE>
-void run_one_gate(const void* arguments, u32, u32) {
-  volatile u64 place;
-  run_gate<WHERE>(*static_cast<const Gate*>(arguments), place);
+template <CopyEngineKernel KERNEL>
+void run_copy_engine(const void* arguments, u32, u32) {
+  volatile u64 end_slot;
+  run_copy_engine_kernel<KERNEL>(*static_cast<const CopyEngineCall*>(arguments), end_slot);
 }
 template <class E, class Op, u32 RANKS>
-void run_piece(const void* arguments, u32 index, u32 blocks) {
-  reduce_piece<E, Op, RANKS>(*static_cast<const Exchange*>(arguments), index, blocks);
+void run_tile(const void* arguments, u32 index, u32 blocks) {
+  reduce_tile<E, Op, RANKS>(*static_cast<const Collective*>(arguments), index, blocks);
 }
 }  // namespace
 
-// The kernels among peers, in the order of `PeerLaunch::kernels` in src/cuda/peer_launch.rs.
+// The peer kernels, in the order of `PeerLaunch::kernels` in src/cuda/peer_launch.rs.
 struct PeerKernel {
   const char* name;
   size_t argument_bytes;
   void (*run_block)(const void* arguments, u32 index, u32 blocks);
 };
 #define RINGSIGHT_ONE_SHOT(NAME, E, OP, RANKS) {#NAME, sizeof(OneShot), run_one_shot<E, OP, RANKS>},
-#define RINGSIGHT_EXCHANGE(NAME, STRAIGHT, REDUCES, WHOLE, E, OP, RANKS) \
-  {#NAME, sizeof(Exchange), run_exchange<STRAIGHT, REDUCES, WHOLE, E, OP, RANKS>},
-#define RINGSIGHT_GATE(NAME, WHERE) {#NAME, sizeof(Gate), run_one_gate<WHERE>},
-#define RINGSIGHT_PIECE(NAME, E, OP, RANKS) {#NAME, sizeof(Exchange), run_piece<E, OP, RANKS>},
+#define RINGSIGHT_COLLECTIVE(NAME, ZERO_COPY, REDUCES, ALIGNED, E, OP, RANKS) \
+  {#NAME, sizeof(Collective), run_collective<ZERO_COPY, REDUCES, ALIGNED, E, OP, RANKS>},
+#define RINGSIGHT_COPY_ENGINE(NAME, KERNEL) {#NAME, sizeof(CopyEngineCall), run_copy_engine<KERNEL>},
+#define RINGSIGHT_TILE(NAME, E, OP, RANKS) {#NAME, sizeof(Collective), run_tile<E, OP, RANKS>},
 extern "C" const PeerKernel ringsight_peer_kernels[] = {
-    RINGSIGHT_ONE_SHOTS(RINGSIGHT_ONE_SHOT) RINGSIGHT_EXCHANGES(RINGSIGHT_EXCHANGE)
+    RINGSIGHT_ONE_SHOTS(RINGSIGHT_ONE_SHOT) RINGSIGHT_COLLECTIVES(RINGSIGHT_COLLECTIVE)
     {"ringsight_messages_elements", sizeof(Messages), run_messages<false>},
     {"ringsight_messages_words", sizeof(Messages), run_messages<true>},
-    RINGSIGHT_GATES(RINGSIGHT_GATE)
-    RINGSIGHT_PIECES(RINGSIGHT_PIECE)
+    RINGSIGHT_COPY_ENGINE_KERNELS(RINGSIGHT_COPY_ENGINE)
+    RINGSIGHT_TILES(RINGSIGHT_TILE)
     {nullptr, 0, nullptr}};

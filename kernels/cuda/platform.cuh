@@ -1,7 +1,6 @@
-// What device code needs of the machine, for a GPU and for a host compiler.
+// What device code needs of the machine, for a GPU and for a C++ compiler.
 //
-// Compiled by a C++ compiler, a block is one thread: its barriers are nothing, and the programs can be tested where
-// there is no GPU (tests/cuda_source.rs).
+// Compiled for the host, a block is one thread and its barriers do nothing. So the programs can be tested without a GPU (tests/cuda_source.rs).
 #pragma once
 
 #include <cstddef>
@@ -38,26 +37,26 @@ using u64 = uint64_t;
 
 DEVICE inline unsigned thread_index() { return threadIdx.x; }
 DEVICE inline unsigned threads() { return blockDim.x; }
-// Threads of a block of channel programs: `THREADS` in src/cuda/mod.rs.
+// Threads of a block of channel programs: `CHANNEL_THREADS` in src/cuda/mod.rs.
 constexpr unsigned CHANNEL_THREADS = 512;
 DEVICE inline void block_barrier() { __syncthreads(); }
-// A barrier of the first so many threads of a block, whole warps.
+// A barrier of the first `count` threads of a block, whole warps.
 DEVICE inline void part_barrier(unsigned count) { asm volatile("bar.sync 1, %0;" ::"r"(count) : "memory"); }
-// A barrier that tells whether it is so for any thread of the block.
+// A barrier that returns whether `so` holds for any thread of the block.
 DEVICE inline bool block_any(bool so) { return __syncthreads_or(so ? 1 : 0) != 0; }
 
-// Programmatic dependent launch (CUDA C++ Programming Guide; PTX `griddepcontrol`): a kernel that is launched so may be brought to the
-// multiprocessors while the one before it in its stream is about to end, and begins by waiting for that one's end.
+// Programmatic dependent launch (CUDA C++ Programming Guide; PTX `griddepcontrol`): the GPU may place such a kernel on the multiprocessors while the one
+// before it in its stream ends. The kernel then waits for that end itself.
 //
-// Returns when the kernels before this one have ended, and what they have written is seen; at once in a kernel that is not launched so. To be
-// called by all threads before anything is read that others write.
+// Returns when the kernels before this one have ended and what they wrote is visible; at once in a kernel that is launched otherwise. All threads
+// call it before they read what others write.
 DEVICE inline void await_kernels_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// The next kernel may be brought once all blocks have called this or have ended. It takes room on the multiprocessors that a kernel of another
-// communicator may need, which others wait for: so it may be called only by who waits for nobody any more, and ends whatever others do.
+// Lets the next kernel be placed once all blocks have called this or have ended. That kernel takes room which a kernel of another communicator may
+// need, and other ranks may wait for that one. So only a block that waits for nobody any more may call this.
 DEVICE inline void let_next_kernel_come() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -68,26 +67,26 @@ DEVICE inline void let_next_kernel_come() {
 DEVICE inline constexpr u32 warp_threads() { return 32; }
 DEVICE inline u32 warp_thread() { return threadIdx.x % 32; }
 DEVICE inline void warp_barrier() { __syncwarp(); }
-// A barrier that tells whether it is so for all threads of the warp.
+// A barrier that returns whether `so` holds for all threads of the warp.
 DEVICE inline bool warp_all(bool so) { return __all_sync(0xffffffff, so) != 0; }
 // The number of this warp in its launch.
 DEVICE inline u32 warp_in_launch() { return (blockIdx.x * blockDim.x + threadIdx.x) / 32; }
 
-// Nanoseconds of the GPU's clock, which all its kernels share.
+// Nanoseconds of the GPU's timer, which all its kernels share.
 DEVICE inline u64 device_time() {
   u64 time;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
   return time;
 }
 
-// A pause of a thread that polls: leaves the memory system to others.
+// Pauses a polling thread, so that it leaves the memory system to others.
 DEVICE inline void pause_polling() { __nanosleep(100); }
 constexpr bool PAUSES_AT_ONCE = false;
-// Whether who has polled so often, and has more to do than to wait, shall let others go on.
+// Whether a thread that has polled so often, and has more to do than to wait, shall let other threads run.
 DEVICE inline constexpr bool pauses_after(u32) { return false; }
 
-// Loads and stores that other processors see. `acquire` and `release` order all of the block's accesses that a barrier
-// has ordered before or after them: causality order is transitive.
+// Loads and stores at system scope. `acquire` and `release` also order the block's accesses that a barrier has ordered before or after them, since
+// causality order is transitive.
 DEVICE inline u64 load_acquire(const u64* address) {
   u64 value;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
@@ -121,7 +120,7 @@ DEVICE inline void store_relaxed(u32* address, u32 value) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// Two words of data, each beside a flag: half a line may be seen before the other.
+// Two words of data with a flag beside each: the halves of a line may become visible one by one.
 struct alignas(16) Line { u32 low, low_flag, high, high_flag; };
 DEVICE inline void store_line(Line* address, u32 low, u32 high, u32 flag) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(address), "r"(low), "r"(flag), "r"(high) : "memory");
@@ -137,13 +136,13 @@ DEVICE inline Line load_line(const Line* address) {
 
 // What a thread moves at once.
 struct alignas(16) Pack { u64 words[2]; };
-// Of memory that other processors write: past the caches that do not see them.
+// Loads memory that other processors write, past the caches that do not see their writes.
 DEVICE inline Pack load_pack(const Pack* address) {
   Pack pack;
   asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(pack.words[0]), "=l"(pack.words[1]) : "l"(address) : "memory");
   return pack;
 }
-// `is_last`: of what belongs together, which here is written by one instruction of the warp.
+// `is_last`: it is the last pack of a line. On a GPU one instruction of the warp writes the whole line.
 DEVICE inline void store_pack(Pack* address, const Pack& pack, bool) {
   asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(pack.words[0]), "l"(pack.words[1]) : "memory");
 }
@@ -151,7 +150,7 @@ DEVICE inline void store_pack(Pack* address, const Pack& pack, bool) {
 // Orders what the block's threads did before a barrier before what this thread does after it, for all processors.
 DEVICE inline void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
-// The same for all threads of a warp that are here together, read by one of them.
+// One load for all threads of a warp that are here together.
 DEVICE inline u32 load_once_a_warp(const u32* address) {
   const u32 here = __activemask(), first = __ffs(static_cast<int>(here)) - 1;
   u32 value = 0;
@@ -167,7 +166,7 @@ DEVICE inline u32 exchange_relaxed(u32* address, u32 value) { return atomicExch(
 DEVICE inline u64 exchange_relaxed(volatile u64* address, u64 value) {
   return atomicExch(reinterpret_cast<unsigned long long*>(const_cast<u64*>(address)), static_cast<unsigned long long>(value));
 }
-// Puts `value` where `expected` is; returns what was there.
+// Stores `value` if the word is `expected`. Returns what was there.
 DEVICE inline u64 compare_exchange_relaxed(u64* address, u64 expected, u64 value) {
   return atomicCAS(reinterpret_cast<unsigned long long*>(address), static_cast<unsigned long long>(expected),
                    static_cast<unsigned long long>(value));
@@ -197,14 +196,14 @@ inline u64 steady_time() {
                               std::chrono::steady_clock::now().time_since_epoch())
                               .count());
 }
-// Tests have timers that stand otherwise to the host's clock.
+// Tests replace the timer.
 inline u64 (*timer)() = steady_time;
 inline u64 device_time() { return timer(); }
-// What who has waited long does; whoever runs kernels may have it do more.
+// What a thread does after polling for long. Tests replace it.
 inline void (*rest)() = std::this_thread::yield;
 inline void pause_polling() { rest(); }
 constexpr bool PAUSES_AT_ONCE = true;
-// Soon: what is waited for may be on another thread of this very processor.
+// Soon, since what is waited for may run on a thread of the same processor.
 inline constexpr bool pauses_after(u32 polls) { return polls % 16 == 0; }
 
 template <class T>
@@ -235,7 +234,7 @@ inline Line load_line(const Line* address) {
   return Line{static_cast<u32>(low), static_cast<u32>(low >> 32), static_cast<u32>(high), static_cast<u32>(high >> 32)};
 }
 struct alignas(16) Pack { u64 words[2]; };
-// Of parts that belong together the last one, whose second word tells the others, is written last and read first.
+// The last pack of a line is written last and read first. Its second word says that the others are there.
 inline Pack load_pack(const Pack* address) {
   const u64 second = load_acquire(&address->words[1]);
   return Pack{{load_relaxed(&address->words[0]), second}};

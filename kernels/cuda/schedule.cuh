@@ -1,12 +1,11 @@
-// What a channel does for one operation, step by step: the twin of src/schedule.rs, which explains it. The two are held
-// together by tests/cuda_source.rs.
+// The steps of a channel program: the twin of src/schedule.rs, which explains it. tests/cuda_source.rs compares the two.
 #pragma once
 
-#include "launch.cuh"
+#include "layout.cuh"
 
 namespace ringsight {
 
-// The twin of `Step`; `NOWHERE` stands for `None`.
+// The twin of `Step`. `NOWHERE` stands for `None`.
 constexpr u64 NOWHERE = ~0ull;
 struct Step {
   u64 elems;
@@ -30,7 +29,7 @@ constexpr u32 OWNED_ALIGN_BYTES = 64;
 class Schedule {
  public:
   Schedule() = default;
-  // Of a work that lives as long.
+  // `work` must outlive it.
   DEVICE Schedule(const Work& work, const u8* program)
       : work_(&work), order_(reinterpret_cast<const u32*>(program + work.order_at)) {
     const u32 size = size_of(work.data_type);
@@ -65,7 +64,7 @@ class Schedule {
     }
   }
 
-  // The step at `position`, or the first one after it that is not to be skipped; false at the end of the program.
+  // The step at `position`, or the first one after it that is not skipped. False at the end of the program.
   DEVICE bool seek(Position& position, Step& step) const {
     for (;;) {
       u32 steps;
@@ -90,7 +89,7 @@ class Schedule {
   }
 
  private:
-  // Whether the program of the rank `back` hops before this one begins by waiting for its previous rank.
+  // Whether the rank `back` hops before this one begins by waiting for its previous rank.
   DEVICE bool waits(u32 back) const {
     switch (work_->function) {
       case Function::Broadcast: return order_at(back) != work_->root;
@@ -179,7 +178,7 @@ class Schedule {
     }
   }
 
-  // Dividing 64 bits takes some hundred instructions, and hardly anything is as long.
+  // A 64-bit division takes some hundred instructions, and values are rarely that large.
   DEVICE static u64 divided(u64 value, u64 by) {
     if ((value | by) >> 32 == 0) return static_cast<u32>(value) / static_cast<u32>(by);
     return value / by;

@@ -1,4 +1,4 @@
-// Words of a caller's buffers, which need not begin or end where words do.
+// Words of a caller's buffers, which need not begin or end at words.
 #pragma once
 
 #include "platform.cuh"
@@ -15,7 +15,7 @@ DEVICE INLINE u64 load_as(const u8* from, u64 bytes) {
   }
   return word;
 }
-// The first of `bytes` bytes, as far as a word goes, element by element.
+// The first `bytes` bytes of a word, element by element.
 DEVICE INLINE u64 load_elements(const u8* from, u64 bytes, u32 element_bytes) {
   switch (element_bytes) {
     case 1: return load_as<u8>(from, bytes);

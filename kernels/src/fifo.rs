@@ -1,12 +1,19 @@
-//! One direction of one connection on one channel: a ring of slots in memory that both its ends can reach.
+//! The FIFO of one direction of a connection on one channel: a ring of slots in memory that both ends reach.
 //!
-//! The ends are two kernels (same node), or a kernel and its proxy (the proxy moves slots over the network). It is
-//! NCCL's `ncclConnInfo` (head, tail, step sizes), with a flag for each slot beside
-//! its size, as in NCCL's LL128 protocol: what a consumer waits for brings the rest along.
+//! The ends are two kernels (same node), or a kernel and its proxy, which moves slots over the network. This is NCCL's `ncclConnInfo` (head,
+//! tail, step size). As in NCCL's LL128 protocol, each slot has a flag next to its size and short data, so the consumer gets all of them with
+//! the one cache line that it polls.
 //!
-//! It has two halves. What the consumer polls, and its data, is in the one; what the producer polls is in the other. In host
-//! memory they are one piece. Between two GPUs each half is in the memory of the GPU that polls it, so that nothing that
-//! is waited for has to be fetched: all that goes over the link are stores that nobody waits for.
+//! A FIFO has two halves: the *consumer half* holds what the consumer polls, and the slots; the *producer half* holds what the producer
+//! polls. In host memory both are one block. Between two GPUs each half lies in the memory of the GPU that polls it, so that only posted
+//! stores cross the link.
+//!
+//! States of a slot: free → posted ([`Fifo::post`], by the producer) → free ([`Fifo::release`], by the consumer).
+//!
+//! Invariants:
+//! - One thread produces and one thread consumes at a time.
+//! - `tail - head` never exceeds [`SLOTS`].
+//! - A flag names the position and the tag of its slot, so a flag of an earlier round is never taken for the current one.
 
 use std::{
     cell::UnsafeCell,
@@ -21,24 +28,24 @@ use std::{
 /// Slots of a FIFO (`NCCL_STEPS`).
 pub const SLOTS: usize = 8;
 
-/// Bytes that travel in the line of a slot's flag: one line goes from core to core instead of two.
+/// The longest data that travels in the cache line of a slot's flag, in bytes.
 pub const INLINE_BYTES: usize = 48;
 
-/// What the producer tells of a slot: the words that it writes for each slot and nobody else writes, in one cache line.
+/// One slot's flag, size and short data, in one cache line. Only the producer writes it.
 #[repr(C, align(64))]
 struct Line {
-    /// What [`flag`] says, once the slot is posted. In one word with the tag: who sees the one sees the other.
+    /// [`flag`] of the posted slot. Position and tag share a word, so a consumer sees both or neither.
     flag: AtomicU64,
-    /// Bytes posted. Between two kernels nobody writes it: both know.
+    /// Bytes posted. Kernels at both ends know the size and do not write it.
     size: AtomicU32,
     /// 0.
     reserved: u32,
-    /// The slot's bytes, if they fit.
+    /// The slot's data, if it fits.
     data: UnsafeCell<[u8; INLINE_BYTES]>,
 }
 
-/// Low half: the slot's position plus one; no two that are in use are alike. High half: the tag of the operation that it
-/// belongs to ([`Work::tag`](crate::Work::tag)), never 0.
+/// A slot's flag. Low half: its position plus one; two slots in use never have the same. High half: the tag of its operation
+/// ([`Work::tag`](crate::Work::tag)), never 0.
 const fn flag(position: u64, tag: u32) -> u64 {
     (tag as u64) << 32 | low(position + 1)
 }
@@ -47,50 +54,49 @@ const fn low(word: u64) -> u64 {
     word & 0xffff_ffff
 }
 
-/// A line and the one that processors fetch with it, so that who waits for a slot does not take the line of the next one
-/// from its producer.
+/// Aligned to two cache lines, since processors fetch pairs: a consumer that polls one slot must not take the next slot's line from the
+/// producer.
 #[repr(C, align(128))]
 struct Apart<T>(T);
 
-/// Control words at the start of a FIFO's memory; the slots follow, [`Fifo::slot_bytes`] each, 4096-byte aligned. Kernels of
-/// GPUs have a twin of it in `cuda/launch.cuh`.
+/// The beginning of a FIFO's memory. The slots follow at [`SLOTS_OFFSET`], [`Fifo::slot_bytes`] each. `cuda/layout.cuh` has the twin of this.
 ///
-/// Where the halves are apart, this is the consumer's; the producer's is `Counts` alone.
+/// If the halves are apart, this is the consumer half; the producer half is `Counts` alone.
 #[repr(C)]
 pub struct FifoHeader {
     counts: Counts,
     /// By position modulo [`SLOTS`].
     lines: [Apart<Line>; SLOTS],
-    /// Address of the slots, 0 if they are behind this; see [`Fifo::place`].
-    place: Apart<AtomicU64>,
+    /// Address of the slots; 0: they follow this header. See [`Fifo::set_slots_address`].
+    slots: Apart<AtomicU64>,
 }
 
-/// What either half begins with.
+/// The beginning of either half.
 #[repr(C)]
 struct Counts {
-    /// The producer's alone, in its half.
+    /// The producer's own, in the producer half.
     producer: Apart<Producer>,
-    /// Slots released by the consumer since the beginning. Where the halves are apart, the consumer's has its own count, and
-    /// the producer's what the consumer has told.
+    /// Slots released since the beginning. If the halves are apart, the consumer half has the consumer's own count, and the producer half the
+    /// count that the consumer has published.
     head: Apart<AtomicU64>,
 }
 
-/// What the producer keeps for itself, in the shared memory since it may be one object now and another later.
+/// The producer's own state. It lies in the shared memory since the producer may be one object now and another later.
 #[repr(C)]
 struct Producer {
     /// Slots posted since the beginning.
     tail: AtomicU64,
-    /// What `head` was when last looked at: looking again takes its line from the consumer, who waits for it at the next
-    /// release. Never beyond `head`, so that a producer that looks at that each time (a GPU's kernel) may leave it behind.
+    /// The last seen value of `head`. Reading `head` again takes its cache line from the consumer. It never exceeds `head`; GPU kernels read
+    /// `head` each time and leave this behind.
     head: AtomicU64,
 }
 
-// What `cuda/launch.cuh` says of its twins.
+// The twins in `cuda/layout.cuh` assert the same.
 const _: () = assert!(size_of::<Line>() == 64);
 const _: () = assert!(offset_of!(Line, size) == 8);
 const _: () = assert!(offset_of!(Line, data) == 16);
 const _: () = assert!(size_of::<FifoHeader>() == 256 + SLOTS * 128 + 128);
-const _: () = assert!(offset_of!(FifoHeader, place) == 1280);
+const _: () = assert!(offset_of!(FifoHeader, slots) == 1280);
 const _: () = assert!(offset_of!(FifoHeader, counts) == 0);
 const _: () = assert!(offset_of!(Counts, producer) == 0);
 const _: () = assert!(offset_of!(Counts, head) == 128);
@@ -101,34 +107,34 @@ const _: () = assert!(size_of::<FifoHeader>() <= SLOTS_OFFSET);
 /// Offset of the first slot from the start of the memory.
 pub const SLOTS_OFFSET: usize = 4096;
 
-/// Bytes of the producer's half, where it is apart.
+/// Bytes of a separate producer half.
 pub const PRODUCER_BYTES: usize = 256;
 
-/// Whether all is released that was posted, by the bytes of the producer's half.
+/// Whether the consumer has released all posted slots. `half` holds the bytes of the producer half.
 #[must_use]
-pub fn is_producer_taken(half: &[u8]) -> bool {
+pub fn is_drained(half: &[u8]) -> bool {
     let word = |at: usize| half.get(at..at + size_of::<u64>());
     word(offset_of!(Counts, producer)) == word(offset_of!(Counts, head))
 }
 
-/// Where the halves of a FIFO are for the kernels of one of its ends.
+/// Addresses of a FIFO's halves for the kernels at one of its ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Halves {
-    /// The consumer's: a [`FifoHeader`], and at [`SLOTS_OFFSET`] the slots.
+    /// The consumer half: a [`FifoHeader`], and at [`SLOTS_OFFSET`] the slots.
     pub consumer: u64,
-    /// The producer's: [`PRODUCER_BYTES`] bytes, laid out as the beginning of a [`FifoHeader`]. In host memory the same address.
+    /// The producer half: [`PRODUCER_BYTES`] bytes, laid out as the beginning of a [`FifoHeader`]. In host memory the same address.
     pub producer: u64,
 }
 
-/// A FIFO. Both ends hold one; which side they use is theirs to keep to: one producer, one consumer.
+/// A FIFO. Both ends hold one. Callers see to it that one thread produces and one consumes.
 pub struct Fifo {
     halves: Halves,
     slot_bytes: usize,
-    /// The host may look at it.
+    /// The host may access the memory.
     is_mapped: bool,
-    /// Its slots are where [`Fifo::place`] said.
-    is_placed: bool,
-    /// Keeps the memory there.
+    /// The header says where the slots are.
+    has_indirect_slots: bool,
+    /// Keeps the memory mapped.
     _memory: Arc<dyn Send + Sync>,
 }
 
@@ -145,15 +151,15 @@ impl Fifo {
     /// `base` is 128-byte aligned, points to that many readable and writable bytes, and stays mapped while `memory` lives.
     #[must_use]
     pub unsafe fn new(base: *mut u8, slot_bytes: usize, memory: Arc<dyn Send + Sync>) -> Self {
-        // SAFETY: the producer's half is the beginning of the caller's memory.
+        // SAFETY: the producer half is the beginning of the caller's memory.
         unsafe { Self::apart(base, base, slot_bytes, memory) }
     }
 
-    /// A FIFO whose halves are apart: the consumer's in `memory_bytes(slot_bytes)` bytes, the producer's in
-    /// [`PRODUCER_BYTES`], zeroed when new.
+    /// A FIFO with separate halves: the consumer half in `memory_bytes(slot_bytes)` bytes, the producer half in [`PRODUCER_BYTES`], both
+    /// zeroed when new.
     ///
     /// # Safety
-    /// As of [`Fifo::new`], for both.
+    /// The conditions of [`Fifo::new`], for both halves.
     #[must_use]
     pub unsafe fn apart(
         consumer: *mut u8,
@@ -169,61 +175,61 @@ impl Fifo {
             halves,
             slot_bytes,
             is_mapped: true,
-            is_placed: false,
+            has_indirect_slots: false,
             _memory: memory,
         }
     }
 
-    /// A FIFO in memory of devices, for kernels: the host gives it on and may not look at it.
+    /// A FIFO in device memory. The host hands it to kernels and may not access it.
     #[must_use]
     pub fn on_device(halves: Halves, slot_bytes: usize, memory: Arc<dyn Send + Sync>) -> Self {
         Self {
             halves,
             slot_bytes,
             is_mapped: false,
-            is_placed: false,
+            has_indirect_slots: false,
             _memory: memory,
         }
     }
 
-    /// The same for a kernel's end of a connection whose other end, which moves slots over the network, says where they are
-    /// ([`Fifo::place`]). `memory` keeps the other place.
+    /// The FIFO of a kernel whose other end is a proxy that chooses where the slots are ([`Fifo::set_slots_address`]). `memory` keeps those
+    /// slots mapped.
     #[must_use]
-    pub fn placed(self, memory: Arc<dyn Send + Sync>) -> Self {
+    pub fn with_indirect_slots(self, memory: Arc<dyn Send + Sync>) -> Self {
         Self {
-            is_placed: true,
+            has_indirect_slots: true,
             _memory: Arc::new((self._memory.clone(), memory)),
             ..self
         }
     }
 
-    /// Whether who uses its slots has to look where they are.
+    /// Whether the header says where the slots are.
     #[must_use]
-    pub fn is_placed(&self) -> bool {
-        self.is_placed
+    pub fn has_indirect_slots(&self) -> bool {
+        self.has_indirect_slots
     }
 
-    /// Whether they have been said to be elsewhere.
+    /// Whether the slots are elsewhere than behind the header.
     #[must_use]
-    pub fn is_away(&self) -> bool {
-        self.is_placed && self.place_said() != 0
+    pub fn are_slots_elsewhere(&self) -> bool {
+        self.has_indirect_slots && self.slots_address() != 0
     }
 
-    fn place_said(&self) -> u64 {
-        // Relaxed: as said in `place`.
-        self.consumer().place.0.load(Ordering::Relaxed)
+    fn slots_address(&self) -> u64 {
+        // Relaxed: see `set_slots_address`.
+        self.consumer().slots.0.load(Ordering::Relaxed)
     }
 
-    /// Says for a kernel's end that asks ([`Fifo::placed`]) that the slots are at this address and not behind the header. A producer says
-    /// so before it posts the first slot, a consumer before the kernel is launched that fills that; from then on it stays as it is.
-    pub fn place(&self, slots: u64) {
-        // Relaxed: the flag of the first slot, or the launch, orders it.
-        self.consumer().place.0.store(slots, Ordering::Relaxed);
+    /// Sets the address of the slots for a FIFO [with indirect slots](Fifo::with_indirect_slots). A producer calls it before it posts the first
+    /// slot; a consumer calls it before the producing kernel is launched. The address never changes afterwards.
+    pub fn set_slots_address(&self, slots: u64) {
+        // Relaxed: the flag of the first slot, or the launch, orders it before its use.
+        self.consumer().slots.0.store(slots, Ordering::Relaxed);
     }
 
     fn consumer(&self) -> &FifoHeader {
         assert!(self.is_mapped, "a FIFO in the memory of a device");
-        // SAFETY: `apart` was given an address that is mapped while `_memory` lives, and the header is atomics and cells.
+        // SAFETY: the caller of `apart` keeps the memory mapped while `_memory` lives, and the header is atomics and cells.
         unsafe { &*ptr::with_exposed_provenance(self.halves.consumer as usize) }
     }
 
@@ -233,7 +239,7 @@ impl Fifo {
         unsafe { &*ptr::with_exposed_provenance(self.halves.producer as usize) }
     }
 
-    /// Where it is: what a device that reaches the same memory is given.
+    /// The addresses of its halves, for a device that reaches the same memory.
     #[must_use]
     pub fn halves(&self) -> Halves {
         self.halves
@@ -253,25 +259,25 @@ impl Fifo {
     #[must_use]
     pub fn free(&self) -> Option<u64> {
         let Producer { tail, head } = &self.producer().producer.0;
-        // Relaxed: both are ours alone to write. What we did not acquire ourselves in this call we did in an earlier one.
+        // Relaxed: only this end writes them. What this call does not acquire, an earlier call did.
         let (tail, seen) = (tail.load(Ordering::Relaxed), head.load(Ordering::Relaxed));
         let room = |head: u64| (tail.wrapping_sub(head) < SLOTS as u64).then_some(tail);
         room(seen).or_else(|| {
-            // Acquire: pairs with `release`; the consumer is done with the slot before we overwrite it.
+            // Acquire: pairs with `release`. The consumer is done with the slot before we overwrite it.
             let now = self.producer().head.0.load(Ordering::Acquire);
             head.store(now, Ordering::Relaxed);
             room(now)
         })
     }
 
-    /// Producer: publishes the slot at the position that [`Fifo::free`] gave, holding `bytes` bytes of the operation
-    /// with this tag, which were written to [`Fifo::slot`].
+    /// Producer: publishes the slot at a position from [`Fifo::free`]. The caller has written `bytes` bytes of the operation with this tag to
+    /// [`Fifo::slot`].
     pub fn post(&self, position: u64, bytes: usize, tag: u32) {
         let line = self.line(position);
         line.size.store(bytes as u32, Ordering::Relaxed);
         // Release: the slot's bytes and size are written before the consumer sees the flag.
         line.flag.store(flag(position, tag), Ordering::Release);
-        // Relaxed: the producer's own.
+        // Relaxed: only the producer reads it.
         self.producer()
             .producer
             .0
@@ -279,17 +285,17 @@ impl Fifo {
             .store(position + 1, Ordering::Relaxed);
     }
 
-    /// Consumer: tag of the slot at a position that [`Fifo::posted`] or [`Fifo::size_at`] said is posted.
+    /// Consumer: tag of the posted slot at a position from [`Fifo::posted`] or [`Fifo::size_at`].
     #[must_use]
     pub fn tag_at(&self, position: u64) -> u32 {
-        // Relaxed: those have acquired the flag.
+        // Relaxed: `posted` and `size_at` have acquired the flag.
         (self.line(position).flag.load(Ordering::Relaxed) >> 32) as u32
     }
 
     /// Consumer: position and size of the oldest posted slot.
     #[must_use]
     pub fn posted(&self) -> Option<(u64, usize)> {
-        let head = self.consumer().counts.head.0.load(Ordering::Relaxed); // ours alone to write
+        let head = self.consumer().counts.head.0.load(Ordering::Relaxed); // only this end writes it
         self.size_at(head).map(|bytes| (head, bytes))
     }
 
@@ -297,16 +303,16 @@ impl Fifo {
     #[must_use]
     pub fn size_at(&self, position: u64) -> Option<usize> {
         let line = self.line(position);
-        // Acquire: pairs with `post`; the slot's bytes and size are there.
-        // The size comes from the peer: never trust it beyond the slot.
+        // Acquire: pairs with `post`. The slot's bytes and size are there.
+        // The peer chose the size: never trust it beyond the slot.
         (low(line.flag.load(Ordering::Acquire)) == low(position + 1))
             .then(|| (line.size.load(Ordering::Relaxed) as usize).min(self.slot_bytes))
     }
 
-    /// Consumer: gives back the oldest slot, at the position that [`Fifo::posted`] gave.
+    /// Consumer: releases the oldest slot, at a position from [`Fifo::posted`].
     pub fn release(&self, position: u64) {
         if self.halves.consumer != self.halves.producer {
-            // Relaxed: the consumer's own.
+            // Relaxed: only the consumer reads it.
             self.consumer()
                 .counts
                 .head
@@ -317,22 +323,22 @@ impl Fifo {
         self.producer().head.0.store(position + 1, Ordering::Release);
     }
 
-    /// Slots released so far: what a producer's end has seen consumed.
+    /// Slots released so far, as the producer sees it.
     #[must_use]
     pub fn released(&self) -> u64 {
         self.producer().head.0.load(Ordering::Acquire)
     }
 
-    /// Where `bytes` bytes of the slot at a position are, at most [`Fifo::slot_bytes`]: both ends must ask with the size
-    /// that is posted.
+    /// Address of `bytes` bytes of the slot at a position, at most [`Fifo::slot_bytes`]. Short data lies in the flag's cache line, so both ends
+    /// must pass the posted size.
     #[must_use]
     pub fn slot(&self, position: u64, bytes: usize) -> *mut u8 {
         if bytes <= INLINE_BYTES {
             return self.line(position).data.get().cast();
         }
         assert!(self.is_mapped, "a FIFO in the memory of a device");
-        let slots = match self.is_away() {
-            true => self.place_said(),
+        let slots = match self.are_slots_elsewhere() {
+            true => self.slots_address(),
             false => self.halves.consumer + SLOTS_OFFSET as u64,
         };
         ptr::with_exposed_provenance_mut(slots as usize + position as usize % SLOTS * self.slot_bytes)
@@ -416,16 +422,16 @@ pub(crate) mod tests {
         let (own, other) = (fifo.halves().consumer, elsewhere.halves().consumer);
         // SAFETY: the same memory, which lives as long.
         let kernel = unsafe { Fifo::new(ptr::with_exposed_provenance_mut(own as usize), 100, fifo.clone()) };
-        let kernel = kernel.placed(elsewhere.clone());
-        assert!(kernel.is_placed() && !kernel.is_away() && !fifo.is_placed());
+        let kernel = kernel.with_indirect_slots(elsewhere.clone());
+        assert!(kernel.has_indirect_slots() && !kernel.are_slots_elsewhere() && !fifo.has_indirect_slots());
         let behind = own as usize + SLOTS_OFFSET;
         assert_eq!(
             kernel.slot(9, 100).addr(),
             behind + 100,
             "nobody has said anything"
         );
-        fifo.place(other);
-        assert!(kernel.is_away() && !fifo.is_away());
+        fifo.set_slots_address(other);
+        assert!(kernel.are_slots_elsewhere() && !fifo.are_slots_elsewhere());
         assert_eq!(kernel.slot(9, 100).addr(), other as usize + 100);
         assert_eq!(
             kernel.slot(9, INLINE_BYTES),

@@ -1,42 +1,40 @@
-//! What a channel does for one operation, step by step: the one description that the device programs execute and that
-//! [`Work::steps`] counts for the proxy.
+//! The steps of a channel program: what one channel does for one operation.
 //!
-//! A step moves at most one slot in and at most one slot out. Rings need slots of one size on all their connections,
-//! since how an operation is cut into steps must come out the same on every rank.
+//! This is the one description of a program. The device programs execute it ([`crate::host`], `cuda/schedule.cuh`), and [`Work::steps`]
+//! counts its slots for the proxy. A step moves at most one slot in and at most one slot out.
 //!
-//! # Every rank sees its previous rank's tag
+//! Invariants:
+//! - All FIFOs of a ring have slots of one size. Otherwise ranks would cut an operation into different steps.
+//! - Both ends of a FIFO count the same steps.
+//! - On every channel, each rank of a ring posts at least one slot, so that its next rank sees its tag (below).
 //!
-//! Slots carry the tag of their operation, so ranks that call different operations find out where these meet, provided
-//! that on every channel each rank posts a slot to its next one, and that they cannot all wait before they do.
-//! - A rank whose program begins by waiting for its previous rank (all but the root in Broadcast, all but the one behind
-//!   the root in Reduce) first posts an *empty* slot. The one behind whom no data comes takes it at its end, so that
-//!   nobody waits for it earlier than he must.
-//! - AllGather, ReduceScatter and a one-shot AllReduce begin with a slot of data on every hop; so does an AllReduce where
-//!   each rank owns elements of the channel's part. Of a small AllReduce fewer do; but rank 0 always does, and with it the
-//!   rank behind rank 0 begins.
-//! - Functions that are made of sends and receives (AlltoAll, Gather, Scatter) have a ring program of one empty slot.
+//! # Tags: how ranks that call different operations find out
 //!
-//! So whatever the ranks call, the rank behind rank 0 posts a slot without waiting for anybody. Its next rank takes it or
-//! differs; if it takes it, it does the same and posts a slot in turn; and so on round the ring: either a rank differs
-//! from the one before it and sees that, or all are the same. (A program that waits for room looks at what has arrived,
-//! too.)
+//! Every slot carries the tag of its operation ([`Work::tag`]). A rank reports a mismatch when it takes a slot with another tag. For
+//! that, ranks must not all wait before any of them has posted a slot:
+//! - A rank that begins by waiting for its previous rank first posts an *empty* slot. These are all ranks but the root in Broadcast,
+//!   and all but the rank behind the root in Reduce. If data follows the empty slot, its next rank takes the slot first, otherwise last,
+//!   so that no rank waits for it earlier than it must.
+//! - AllGather, ReduceScatter and a one-shot AllReduce begin with a slot of data on every hop. So does an AllReduce in which each rank
+//!   owns elements of the channel's part. In a small AllReduce fewer ranks own some, but rank 0 always does, so the rank behind rank 0
+//!   begins with a slot of data.
+//! - Functions made of sends and receives (AlltoAll, Gather, Scatter) have a ring program of one empty slot.
 //!
-//! # Who owns what
+//! Therefore the rank behind rank 0 posts a slot without waiting, whatever the ranks have called. Its next rank either sees another tag
+//! or does the same in turn, and so on round the ring. A program that waits for room also looks at the tag of what has arrived.
 //!
-//! In an AllReduce each rank owns elements (`owned`), as in ReduceScatter and AllGather, and a channel does the same stretch of
-//! all ranks' ([`Work::part`]). So at which rank the reduction of an element begins follows from its place alone, and not from
-//! the channels and slots that the operation is cut into: with any number of channels it has the same bits, as long as
-//! all channels' rings have one order.
+//! # Ownership in an AllReduce
+//!
+//! Each rank owns `owned` elements, as in ReduceScatter and AllGather, and a channel does the same range of every rank's elements
+//! ([`Work::part`]). The position of an element alone decides at which rank its reduction begins. So the result has the same bits for
+//! any number of channels and any slot size, as long as all channels have one ring order.
 //!
 //! # One-shot AllReduce
 //!
-//! Where latency is what counts ([`Algorithm::OneShot`]), each rank's elements go all the way round the ring, `ranks - 1` hops
-//! one after another instead of the `2 * ranks - 2` of reduce-scatter and all-gather, and all ranks begin at once. Each rank
-//! keeps what comes by and reduces it at the end in the order of ranks, which is the same on all of them, so that all have
-//! the same bits.
+//! [`Algorithm::OneShot`] is for latency. Each rank's elements go all the way round the ring: `ranks - 1` hops in a row instead of the
+//! `2 * ranks - 2` of reduce-scatter and all-gather, and all ranks begin at once. Each rank keeps what passes and reduces it at the end in
+//! the order of ranks, so all ranks get the same bits.
 
-mod check;
-mod marks;
 #[cfg(test)]
 mod tests;
 
@@ -44,17 +42,15 @@ use std::ops::Range;
 
 use ringsight_records::{Algorithm, DataType, Function};
 
-pub use self::check::WorkError;
-use self::marks::Marks;
 use crate::launch::{Connections, Work};
 
 /// One step of a channel program. It takes a slot from `prev` (`recv`), combines it with this rank's data (`source`),
-/// and hands the result to the receive buffer (`store`) and to a slot of `next` (`send`).
+/// and writes the result to the receive buffer (`store`) and to a slot of `next` (`send`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// Elements moved; a step of 0 elements that is no [`Step::mark`] is skipped by both its ends.
+    /// Elements moved. Both ends skip a step of 0 elements unless it is a [`Step::mark`].
     pub elems: usize,
-    /// Its slot is empty and carries the tag alone.
+    /// Its slot is empty and carries only the tag.
     pub mark: bool,
     /// Consumes one slot from `prev`.
     pub recv: bool,
@@ -66,13 +62,13 @@ pub struct Step {
     pub store: Option<usize>,
     /// The result has every rank's contribution: an average divides now.
     pub complete: bool,
-    /// Its slot holds the elements of this rank as they are. They are kept until the step with a `store`, which reduces
-    /// all ranks' in the order of ranks.
+    /// One-shot only: the rank whose elements the slot holds. The program keeps them until the step with a `store`, which reduces
+    /// all ranks' elements in the order of ranks.
     pub keep: Option<u32>,
 }
 
 impl Step {
-    /// A step with an empty slot; one that is skipped if it neither posts nor takes it.
+    /// A step with an empty slot; skipped if it neither posts nor takes one.
     fn marked(send: bool, recv: bool) -> Self {
         Self {
             elems: 0,
@@ -92,7 +88,7 @@ impl Step {
 pub struct Schedule {
     kind: Kind,
     part: Range<usize>,
-    /// Elements of the part that one round does, of each rank's where each has some.
+    /// Elements of the part that one round does. Where each rank owns elements: of each rank's.
     round_elems: usize,
     marks: Marks,
     /// Rounds that cover the part; 0 if the part is empty.
@@ -101,16 +97,54 @@ pub struct Schedule {
     pub per_round: usize,
 }
 
-/// Where a program is. Begins at [`Position::default`].
+/// The empty slots of a program, in order (see "Tags" above). What one rank posts, its next rank takes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Marks {
+    /// Posts one before the rounds.
+    post: bool,
+    /// Takes one before the rounds; data follows it.
+    take_first: bool,
+    /// Takes one after the rounds; no data follows it.
+    take_last: bool,
+}
+
+impl Marks {
+    /// `order` begins with this rank, as in [`Connections::Ring`](crate::Connections::Ring).
+    fn new(function: Function, order: &[u32], root: u32) -> Self {
+        let ranks = order.len();
+        // Whether the rank `back` hops before this one begins by waiting for its previous rank.
+        let waits = |back: usize| {
+            let at = |hops: usize| order[(2 * ranks - hops) % ranks];
+            match function {
+                Function::Broadcast => at(back) != root,
+                Function::Reduce => at(back + 1) != root,
+                Function::AlltoAll | Function::Gather | Function::Scatter => true,
+                _ => false,
+            }
+        };
+        let data_arrives = match function {
+            Function::Broadcast => order[0] != root,
+            Function::Reduce => order[ranks - 1] != root,
+            _ => false,
+        };
+        Self {
+            post: waits(0),
+            take_first: waits(1) && data_arrives,
+            take_last: waits(1) && !data_arrives,
+        }
+    }
+}
+
+/// How far a program has come. It begins at [`Position::default`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Position {
-    /// 0 for the empty slots before the rounds, then the rounds from 1 on, then the empty slot after them.
+    /// 0: the empty slots before the rounds; from 1 on: the rounds; then the empty slot after them.
     stage: usize,
     index: usize,
 }
 
 impl Position {
-    /// Passes the step that [`Schedule::seek`] gave.
+    /// Moves past the step that [`Schedule::seek`] returned.
     pub fn pass(&mut self) {
         self.index += 1;
     }
@@ -131,27 +165,27 @@ enum Kind {
         order: std::sync::Arc<[u32]>,
         root: u32,
         count: usize,
-        /// Of `count`, those that are of one rank.
+        /// The elements of `count` that one rank owns.
         each: usize,
     },
 }
 
-/// Elements of one local copy step: large enough to be cheap, small enough to let other channels run.
+/// Bytes of one local copy step: large enough to be cheap, small enough to let other channels run.
 const LOCAL_BYTES: usize = 1 << 20;
 
-/// What a rank owns in an AllReduce starts at multiples of this many bytes, so that reductions run on whole vectors.
+/// A rank's own elements in an AllReduce start at a multiple of this many bytes, so that reductions run on whole vectors.
 const OWNED_ALIGN_BYTES: usize = 64;
 
-/// Elements that each rank owns in an AllReduce of `count` elements round a ring: rank r those from r times as many on, as far
-/// as there are any.
+/// Elements that each rank owns in an AllReduce of `count` elements round a ring. Rank r owns those from `r * owned` on, as far as
+/// `count` goes.
 fn owned(data_type: DataType, count: usize, ranks: u32) -> usize {
     count
         .div_ceil(ranks.max(1) as usize)
         .next_multiple_of(OWNED_ALIGN_BYTES / data_type.size())
 }
 
-/// Elements that the channels of an operation divide among themselves ([`Work::part`]): all of `count`, or where each rank owns
-/// some, the most that one does.
+/// Elements that the channels of an operation divide among themselves ([`Work::part`]): all of `count`, or, in an AllReduce round a ring,
+/// the most that one rank owns.
 #[must_use]
 pub fn divisible(
     function: Function,
@@ -167,6 +201,15 @@ pub fn divisible(
     }
 }
 
+impl Work {
+    /// FIFO slots that this channel's part of the operation posts and consumes: what the proxy operations of the channel move. Both ends
+    /// of a connection come to the same number.
+    #[must_use]
+    pub fn steps(&self) -> Steps {
+        Schedule::new(self).steps()
+    }
+}
+
 impl Schedule {
     /// The schedule of `work`.
     #[must_use]
@@ -179,12 +222,12 @@ impl Schedule {
             | Connections::Send(_)
             | Connections::Recv(_)
             | Connections::Peers(_)
-            | Connections::Engines { .. } => Marks::default(),
+            | Connections::CopyEngine { .. } => Marks::default(),
         };
         let (kind, round_elems, per_round) = match &work.connections {
             Connections::Local => (Kind::Local, LOCAL_BYTES / size, 1),
-            // It moves no slots.
-            Connections::Peers(_) | Connections::Engines { .. } => (Kind::Local, part.len(), 0),
+            // Peer kernels and copy engines move no slots.
+            Connections::Peers(_) | Connections::CopyEngine { .. } => (Kind::Local, part.len(), 0),
             Connections::Send(fifo) => (Kind::Send, fifo.slot_bytes() / size, 1),
             Connections::Recv(fifo) => (Kind::Recv, fifo.slot_bytes() / size, 1),
             Connections::Ring { order, next, .. } if work.algorithm == Algorithm::OneShot => {
@@ -196,7 +239,7 @@ impl Schedule {
                     Function::AllReduce => 2 * order.len() - 1,
                     Function::AllGather | Function::ReduceScatter => order.len(),
                     Function::Broadcast | Function::Reduce => 1,
-                    // No data goes round the ring, `Work::check` sees to it.
+                    // `Work::check` admits no other function that moves data round a ring.
                     _ => 0,
                 };
                 let each = match work.function {

@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use ringsight_kernels::fifo::{PRODUCER_BYTES, is_producer_taken};
+use ringsight_kernels::fifo::{PRODUCER_BYTES, is_drained};
 
 use super::peers::{self, Memory, p2p_disabled};
 use crate::{
@@ -169,7 +169,7 @@ impl Shared {
     pub(super) fn settle(&self, failed: impl Fn() -> bool) {
         // Ranks of this process keep the memory themselves.
         let (base, bytes) = self.own;
-        let is_taken = |bytes: &[u8]| bytes.chunks_exact(PRODUCER_BYTES).all(is_producer_taken);
+        let is_taken = |bytes: &[u8]| bytes.chunks_exact(PRODUCER_BYTES).all(is_drained);
         let settled = !self.foreign || peers::settle((base, bytes), is_taken, failed);
         // Relaxed: read by whoever drops the last reference, which orders it.
         self.ended_well.store(settled, Ordering::Relaxed);

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, OnceLock, atomic::AtomicBool};
 
-use ringsight_kernels::launch::Peers;
+use ringsight_kernels::PeerMemory;
 use ringsight_records::{Kind, State, pages};
 
 use super::{
@@ -85,7 +85,7 @@ fn hear(
 }
 
 /// Devices of the other ranks of this process.
-pub(super) fn devices_near(topology: &Topology, peers: &Peers) -> Vec<i32> {
+pub(super) fn devices_near(topology: &Topology, peers: &PeerMemory) -> Vec<i32> {
     let others = (0..topology.ranks()).filter(|rank| *rank != peers.rank && !peers.is_foreign(*rank));
     others.map(|rank| topology.info(rank).device).collect()
 }

@@ -20,7 +20,7 @@ mod windows;
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak, atomic::AtomicBool};
 
-use ringsight_kernels::{AbortWord, launch::Peers};
+use ringsight_kernels::{AbortWord, PeerMemory};
 use ringsight_records::{Flags, Kind, Record, State};
 
 use crate::{
@@ -84,7 +84,7 @@ pub struct Communicator {
     /// Callers' memory that other processes map; `None` if all ranks are of this one, or do not reach each other's memory.
     pub(crate) maps: Option<maps::Maps>,
     /// Memory that the kernels of all ranks reach, if they do.
-    pub(crate) peers: Option<Arc<Peers>>,
+    pub(crate) peers: Option<Arc<PeerMemory>>,
     /// All operations have come to their end, and no more will come: who shares memory may free it.
     peers_ended_well: Arc<AtomicBool>,
     /// FIFOs in the memory of GPUs, if there are any.

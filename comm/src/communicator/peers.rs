@@ -12,9 +12,8 @@ use std::{
 };
 
 use ringsight_kernels::{
-    Fifo,
-    cuda::peers::{self, Area, MAX_PEERS, MESSAGE_COUNTS, RingBefore, are_messages_taken},
-    launch::Peers,
+    Fifo, PeerMemory,
+    cuda::peer_memory::{self, MAX_PEERS, MESSAGE_COUNTS, PeerHeader, PreviousRing, are_messages_received},
 };
 
 use super::{arenas::Shared as Near, maps::Mapped};
@@ -39,7 +38,7 @@ pub(super) struct Memory {
     /// Some of them are of other processes.
     pub(super) foreign: bool,
     ended_well: Arc<AtomicBool>,
-    /// Whose addresses it says ([`Area::rings`]): a kernel that begins when its communicator has been aborted still looks there
+    /// Whose addresses it says ([`PeerHeader::rings`]): a kernel that begins when its communicator has been aborted still looks there
     /// before it gives up.
     _rings: Vec<Arc<Fifo>>,
 }
@@ -82,13 +81,17 @@ pub(super) fn settle(
 
 /// Whether kernels of other processes write no more to this rank's memory, all of whose operations have come to their end: a send ends
 /// before what it has sent is taken. Collectives end on all ranks.
-pub(super) fn is_settled(peers: &Peers, failed: impl Fn() -> bool) -> bool {
+pub(super) fn is_settled(peers: &PeerMemory, failed: impl Fn() -> bool) -> bool {
     if peers.foreign == 0 {
         return true;
     }
-    let counts = peers::messages_offset(peers.bases.len()) as u64;
+    let counts = peer_memory::messages_offset(peers.bases.len()) as u64;
     let of_own = (peers.bases[peers.rank as usize] + counts, MESSAGE_COUNTS);
-    settle(of_own, |counts| are_messages_taken(counts, peers.foreign), failed)
+    settle(
+        of_own,
+        |counts| are_messages_received(counts, peers.foreign),
+        failed,
+    )
 }
 
 /// Whether the user wants no rank to reach another's memory.
@@ -235,7 +238,7 @@ pub(super) fn connect(
     ended_well: &Arc<AtomicBool>,
     near: Option<&Near>,
     most: Option<u32>,
-) -> Result<Together<(Arc<Peers>, Arc<Mapped>)>> {
+) -> Result<Together<(Arc<PeerMemory>, Arc<Mapped>)>> {
     let (rank, ranks) = (bootstrap.rank(), bootstrap.ranks());
     if ranks == 1 {
         return Ok(Err(Apart::new()));
@@ -247,7 +250,7 @@ pub(super) fn connect(
         return Ok(Err(format!("there are {ranks}, more than {MAX_PEERS}")));
     }
     let device = &**device()?;
-    let bytes = peers::bytes(ranks as usize);
+    let bytes = peer_memory::bytes(ranks as usize);
     let own = make(device, topology, rings, bytes);
     let unused = || {
         ended_well.store(true, Ordering::Relaxed);
@@ -291,10 +294,10 @@ pub(super) fn connect(
         .iter()
         .map(|bytes| bytes[..].try_into().map_or(0, u32::from_le_bytes));
     tracing::info!(target: log::INIT, "Ranks reach each other's memory: {bytes} bytes each");
-    let peers = Peers {
+    let peers = PeerMemory {
         rank,
         bases: all.bases,
-        most_blocks: blocks.min().unwrap_or(0).max(1),
+        max_blocks: blocks.min().unwrap_or(0).max(1),
         foreign: all.foreign,
         memory: Box::new(memory),
     };
@@ -353,18 +356,18 @@ fn make(
     let share = device
         .share(bytes)?
         .ok_or_else(|| Cannot::Expected(format!("the {} device shares no memory", device.name())))?;
-    let mut area = Area::default();
-    for (channel, (before, ring)) in area.rings.iter_mut().zip(rings).enumerate() {
+    let mut header = PeerHeader::default();
+    for (channel, (before, ring)) in header.rings.iter_mut().zip(rings).enumerate() {
         let (Some(ring), Some(prev)) = (ring, topology.ring(channel as u8).last().copied()) else {
             break;
         };
-        *before = RingBefore {
+        *before = PreviousRing {
             fifo: ring.prev.fifo.halves().consumer,
             prev,
             reserved: 0,
         };
     }
-    device.write_share(share.base, area.bytes())?;
+    device.write_share(share.base, header.bytes())?;
     Ok(share)
 }
 

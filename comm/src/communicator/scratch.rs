@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use ringsight_kernels::{
     cuda::{
-        exchange::reduces_straight,
-        pieces::{piece_bytes, scratch_bytes},
+        collective::has_sum_kernel,
+        tiles::{scratch_bytes, tile_bytes},
     },
     launch::Scratch,
 };
@@ -24,7 +24,7 @@ impl Communicator {
     /// # Errors
     /// A rank that is gone or does not come, or an abort.
     pub(super) fn scratch(&self, number: u32, bytes: u64) -> Result<Option<Arc<Scratch>>> {
-        let has_kernels = reduces_straight(ReduceOp::Sum, DataType::Float32, self.ranks);
+        let has_kernels = has_sum_kernel(ReduceOp::Sum, DataType::Float32, self.ranks);
         let functions = [Function::AllReduce, Function::ReduceScatter];
         let least = functions.map(|function| self.limits.engine_bytes_of(function, self.ranks));
         if !has_kernels || least.into_iter().all(|least| bytes < least) {
@@ -41,8 +41,8 @@ impl Communicator {
     }
 
     fn make_scratch(&self, number: u32) -> Result<std::result::Result<Arc<Scratch>, String>> {
-        let piece_bytes = piece_bytes(self.ranks as usize, self.limits.piece_bytes);
-        let bytes = scratch_bytes(self.ranks as usize, piece_bytes);
+        let tile_bytes = tile_bytes(self.ranks as usize, self.limits.piece_bytes);
+        let bytes = scratch_bytes(self.ranks as usize, tile_bytes);
         let own = self
             .on_device(|device| Ok(device.share(usize::try_from(bytes).unwrap_or(usize::MAX))?))
             .map_err(|error| error.text)
@@ -68,7 +68,7 @@ impl Communicator {
         }
         Ok(agreed.map(|reached| {
             Arc::new(Scratch {
-                piece_bytes,
+                tile_bytes,
                 bases: reached.bases,
                 memory: Box::new(memory),
             })

@@ -17,8 +17,8 @@ use std::{
 };
 
 use ringsight_kernels::{
-    cuda::layout::Shown,
-    launch::{Peers, Scratch, Window},
+    ExportedBuffer,
+    launch::{PeerMemory, Scratch, Window},
 };
 use ringsight_records::Function;
 
@@ -79,7 +79,7 @@ struct Joined {
 }
 
 /// What a rank says of its part, or why it has none for copy engines.
-type Offer = std::result::Result<(u64, u64, Shown), String>;
+type Offer = std::result::Result<(u64, u64, ExportedBuffer), String>;
 
 /// 1 and numbers, or 0 and a text.
 fn encode(offer: &Offer) -> Vec<u8> {
@@ -102,7 +102,7 @@ fn parse(bytes: &[u8]) -> Offer {
         let mut rest = Rest(bytes);
         let (address, length, start) = (rest.u64()?, rest.u64()?, rest.u64()?);
         let (generation, number) = (rest.u32()?, rest.u32()?);
-        let shown = Shown {
+        let shown = ExportedBuffer {
             start,
             generation,
             number,
@@ -321,7 +321,7 @@ impl Communicator {
     }
 
     /// What this rank's part is in, as ranks of other processes have been shown it; `None` if it is closed to any rank.
-    fn shown(&self, device: &dyn Device, peers: &Peers, part: &Part) -> Option<Shown> {
+    fn shown(&self, device: &dyn Device, peers: &PeerMemory, part: &Part) -> Option<ExportedBuffer> {
         let buffer = (part.address, part.bytes);
         if peers.foreign != 0 {
             return self.maps.as_ref()?.of_operation(device, buffer, false);
@@ -329,7 +329,7 @@ impl Communicator {
         let near = devices_near(&self.topology, peers);
         let is_open = device.allocation(buffer.0, buffer.1, self.device).is_some()
             || device.pieces(buffer.0, buffer.1, self.device, &near).is_some();
-        is_open.then(Shown::default)
+        is_open.then(ExportedBuffer::default)
     }
 
     /// Finds where this rank reaches the parts of all others.
@@ -354,9 +354,9 @@ impl Communicator {
         }
         Ok(Window {
             peers: peers.clone(),
-            places,
+            addresses: places,
             scratch: None,
-            engines: self.engines()?,
+            copy_engine: self.engines()?,
             memory,
         })
     }
@@ -392,7 +392,7 @@ mod tests {
 
     #[test]
     fn what_a_rank_says_of_its_part_is_understood() {
-        let shown = Shown {
+        let shown = ExportedBuffer {
             start: 4096,
             generation: 3,
             number: 7,

@@ -5,7 +5,7 @@ use std::sync::{
     atomic::{AtomicU64, Ordering, fence},
 };
 
-use ringsight_kernels::cuda::append::{JOURNAL_SLOTS, JOURNAL_WORDS};
+use ringsight_kernels::cuda::journal::{JOURNAL_SLOTS, JOURNAL_WORDS};
 
 /// A list in host memory that the device appends to; see [`super::Device::append`]. It keeps the last [`JOURNAL_SLOTS`] words.
 #[derive(Clone)]

@@ -135,7 +135,7 @@ impl InFlight {
 
     fn has_window(&self) -> bool {
         let mut works = self.launch.channels.iter().flat_map(|channel| &channel.work);
-        works.any(|work| matches!(work.connections, Connections::Engines { .. }))
+        works.any(|work| matches!(work.connections, Connections::CopyEngine { .. }))
     }
 }
 

@@ -60,7 +60,7 @@ pub(super) fn plan(
 
 #[cfg(test)]
 mod tests {
-    use ringsight_kernels::{Connections, Scalar, Straight};
+    use ringsight_kernels::{Connections, Scalar, ZeroCopy};
     use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
     use super::*;
@@ -83,7 +83,7 @@ mod tests {
             ranks: 2,
             root: request.peer.unwrap_or(0),
             connections: Connections::Local,
-            straight: Straight::No,
+            zero_copy: ZeroCopy::Off,
             pushes: false,
         }
     }

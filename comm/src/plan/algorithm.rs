@@ -4,9 +4,9 @@
 use std::fmt;
 
 use ringsight_kernels::cuda::{
-    exchange::{has_two_shots, reduces_straight},
-    peers::one_shot_bytes,
-    pieces::most_bytes,
+    collective::{has_sum_kernel, has_two_shot},
+    peer_memory::one_shot_bytes,
+    tiles::max_bytes,
 };
 use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
@@ -259,14 +259,14 @@ impl Row {
         if asked.reduce_op == ReduceOp::PreMulSum {
             return Some(Reason::OwnFactors);
         }
-        if self.algorithm == Algorithm::TwoShot && !has_two_shots(asked.function, asked.ranks as usize) {
+        if self.algorithm == Algorithm::TwoShot && !has_two_shot(asked.function, asked.ranks as usize) {
             return Some(Reason::NobodyElse);
         }
         let (absent, most, reason): (_, _, fn(u64) -> Reason) = if self.path.is_peer_access() {
             let (most, reason): (_, fn(u64) -> Reason) = match self.algorithm {
                 Algorithm::OneShot => (one_shot_bytes(asked.ranks as usize) as u64, Reason::PeerMemory),
                 _ if self.path.is_copy_engine() && asked.function.reduces() => (
-                    most_bytes(asked.ranks as usize, asked.limits.piece_bytes),
+                    max_bytes(asked.ranks as usize, asked.limits.piece_bytes),
                     Reason::Pieces,
                 ),
                 _ => (u64::MAX, Reason::PeerMemory),
@@ -277,7 +277,7 @@ impl Row {
             (absent, asked.slot_bytes as u64, Reason::Slot)
         };
         let absent = absent.or_else(|| {
-            let reduces = reduces_straight(asked.reduce_op, asked.data_type, asked.ranks);
+            let reduces = has_sum_kernel(asked.reduce_op, asked.data_type, asked.ranks);
             let is_for_sums =
                 asked.function.reduces() && (self.path.is_zero_copy() || self.path.is_copy_engine());
             (is_for_sums && !reduces).then_some(Reason::NoStraightKernel)

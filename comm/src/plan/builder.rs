@@ -3,10 +3,8 @@
 use std::{mem, ops::Range};
 
 use ringsight_kernels::{
-    Connections, Straight, Work,
-    cuda::{exchange::can_go_straight, layout::Shown},
-    launch::Peers,
-    schedule::{WorkError, divisible},
+    Connections, ExportedBuffer, PeerMemory, Work, WorkError, ZeroCopy, cuda::collective::can_zero_copy,
+    schedule::divisible,
 };
 use ringsight_records::{Algorithm, Flags, Function};
 use smallvec::SmallVec;
@@ -112,10 +110,10 @@ impl<'a> Builder<'a> {
         let peers = peers.ok_or_else(|| Error::internal("no memory is shared with peers"))?;
         let (all, method) = (0..task.request.count, task.method);
         let pushes = method.path == DataPath::Push;
-        let straight = if method.path.is_zero_copy() {
+        let zero_copy = if method.path.is_zero_copy() {
             self.straight(task, &peers, pushes)?
         } else {
-            Straight::No
+            ZeroCopy::Off
         };
         let found = task
             .request
@@ -123,12 +121,12 @@ impl<'a> Builder<'a> {
             .as_ref()
             .filter(|_| method.path.is_copy_engine());
         let connections = match found.and_then(|found| Some((found.window.clone()?, found.offset))) {
-            Some((window, offset)) => Connections::Engines { window, offset },
+            Some((window, offset)) => Connections::CopyEngine { window, offset },
             None => Connections::Peers(peers),
         };
         self.serves_again = again::can_be(task).then_some(method);
         let work = Work {
-            straight,
+            zero_copy,
             pushes,
             ..self.work_of(task, all, method.algorithm, connections)
         };
@@ -196,7 +194,7 @@ impl<'a> Builder<'a> {
             load.add_work(&work, way);
         }
         let steps = work.steps();
-        let counted = !work.only_shows_tag();
+        let counted = !work.is_tag_only();
         self.add_work(channel, work);
         let proxies = [
             (ring.next.proxy, next, true, steps.send),
@@ -342,17 +340,17 @@ impl<'a> Builder<'a> {
             ranks: self.comm.ranks,
             root: request.peer.unwrap_or(0),
             connections,
-            straight: Straight::No,
+            zero_copy: ZeroCopy::Off,
             pushes: false,
         }
     }
 
     /// Whether the other ranks' kernels reach what they need of the buffers of an operation that may go straight between those of all: where
     /// contributions are pushed, that is where results are passed on to.
-    fn straight(&self, task: &Task, peers: &Peers, pushes: bool) -> Result<Straight> {
+    fn straight(&self, task: &Task, peers: &PeerMemory, pushes: bool) -> Result<ZeroCopy> {
         // To know what it would take, nobody need know.
         if self.simulated.is_some() {
-            return Ok(Straight::Closed);
+            return Ok(ZeroCopy::Unreachable);
         }
         let device = &**device()?;
         let request = &task.request;
@@ -363,7 +361,7 @@ impl<'a> Builder<'a> {
         };
         let shown = |(address, bytes)| {
             if address == 0 || bytes == 0 {
-                return Some(Shown::default());
+                return Some(ExportedBuffer::default());
             }
             if is_foreign {
                 let captured = task.info.flags.contains(Flags::GRAPH);
@@ -374,7 +372,7 @@ impl<'a> Builder<'a> {
                     .of_operation(device, (address, bytes), captured);
             }
             let allocation = device.allocation(address, bytes, self.comm.device);
-            allocation.map(|_| Shown::default())
+            allocation.map(|_| ExportedBuffer::default())
         };
         let [sent, received] = request.used_buffers(self.comm.rank, self.comm.ranks);
         let sent = if pushes || request.function == Function::Send {
@@ -384,8 +382,11 @@ impl<'a> Builder<'a> {
         };
         let (sent, received) = (shown(sent), shown(received));
         Ok(match (sent, received) {
-            (Some(sent), Some(received)) => Straight::Open { sent, received },
-            _ => Straight::Closed,
+            (Some(sent), Some(received)) => ZeroCopy::Reachable {
+                send: sent,
+                recv: received,
+            },
+            _ => ZeroCopy::Unreachable,
         })
     }
 
@@ -479,8 +480,8 @@ impl<'a> Builder<'a> {
 fn may_go_straight(work: &Work) -> bool {
     match work.function {
         Function::Send => true,
-        Function::Recv => work.straight != Straight::Closed,
-        _ => work.straight != Straight::Closed && can_go_straight(work),
+        Function::Recv => work.zero_copy != ZeroCopy::Unreachable,
+        _ => work.zero_copy != ZeroCopy::Unreachable && can_zero_copy(work),
     }
 }
 

@@ -257,7 +257,7 @@ impl<'a> Plans<'a> {
         if self
             .made
             .last()
-            .is_none_or(|plan| !plan.is_among_peers || plan.used + needed > messages::MOST)
+            .is_none_or(|plan| !plan.is_among_peers || plan.used + needed > messages::MAX)
         {
             self.alone().is_among_peers = true;
         }

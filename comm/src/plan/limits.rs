@@ -34,7 +34,7 @@ pub struct Limits {
     /// is best for each, `u64::MAX`: never.
     pub engine_reduce_bytes: Option<u64>,
     /// The most bytes that one of these copies moves (`RINGSIGHT_ENGINE_PIECE_BYTES`), if there is room for two of each other rank's
-    /// ([`ringsight_kernels::cuda::pieces::piece_bytes`]).
+    /// ([`ringsight_kernels::cuda::tiles::tile_bytes`]).
     pub piece_bytes: u64,
     /// Algorithms and protocols that are not left out.
     pub allowed: Allowed,

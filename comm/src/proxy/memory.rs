@@ -84,7 +84,7 @@ pub(crate) fn map_for_kernels(
     let fifo = fifo(base, slot_bytes, memory);
     Ok(Arc::new(match direct {
         None => fifo,
-        Some(slots) => fifo.placed(slots),
+        Some(slots) => fifo.with_indirect_slots(slots),
     }))
 }
 

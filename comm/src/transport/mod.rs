@@ -295,9 +295,9 @@ impl Connector {
         };
         // A receiver's are there if its sender comes over RDMA.
         let is_direct = if is_send {
-            end.fifo.is_away()
+            end.fifo.are_slots_elsewhere()
         } else {
-            end.fifo.is_placed()
+            end.fifo.has_indirect_slots()
         };
         log_connection(&self.topology, &endpoint, end.transport, (end.port, is_direct));
         ends.insert(endpoint, end.clone());

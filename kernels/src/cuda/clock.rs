@@ -1,27 +1,27 @@
-//! Reading the GPU's timer between two readings of the host's clock: what the kernel of `cuda/clock.cuh` is given, and what it
-//! answers.
+//! Reading the GPU's timer between two readings of the host's clock: argument and answer of the kernel of `cuda/clock.cuh`.
+//!
+//! The host asks in rounds. It reads its own clock before it asks and after it has the answer, so the timer was read between the two.
 
 use std::{
     mem::offset_of,
     sync::atomic::{AtomicU32, AtomicU64, Ordering},
 };
 
-/// The kernel's name: one block of one thread.
+/// Name of the kernel: one block of one thread.
 pub const CLOCK_KERNEL: &std::ffi::CStr = c"ringsight_clock";
 
-/// What the kernel and the host share, in host memory that the GPU reaches; zeroed before the first launch. One launch at a time
-/// may use it.
+/// Words that kernel and host share, in host memory that the GPU reaches. Zeroed before the first launch; one launch at a time uses it.
 #[derive(Debug, Default)]
 #[repr(C, align(128))]
 pub struct ClockPage {
-    /// The round that the host asks for.
+    /// The host writes: the round that it asks for.
     pub ask: AtomicU32,
     apart0: [u32; 31],
-    /// The timer in the upper 48 bits of two words, and in both the round that it was read in.
+    /// The kernel writes: 48 bits of the timer in the upper bits of each word, and the round in the low 16 bits of both.
     answer: [AtomicU64; 2],
     /// The timer's step, nanoseconds; valid once the launch is done.
     pub step: AtomicU64,
-    /// The number of the last launch that is over.
+    /// Number of the last finished launch.
     pub done: AtomicU32,
     apart1: [u32; 25],
 }
@@ -32,7 +32,7 @@ const _: () = assert!(offset_of!(ClockPage, done) == 152);
 const _: () = assert!(size_of::<ClockPage>() == 256);
 
 impl ClockPage {
-    /// Ready for a launch of which nothing has been seen yet.
+    /// Prepares the page for a launch.
     pub fn renew(&self) {
         // Relaxed: the launch orders it before the kernel. No round has this number.
         self.ask.store(0, Ordering::Relaxed);
@@ -41,30 +41,30 @@ impl ClockPage {
         }
     }
 
-    /// The timer as it was read in this round, if the answer is there.
+    /// The timer as read in this round, if both words of the answer are there.
     #[must_use]
     pub fn answered(&self, round: u16) -> Option<u64> {
-        // Relaxed: each word says by itself what it is of.
+        // Relaxed: each word names its round.
         let [low, high] = self.answer.each_ref().map(|word| word.load(Ordering::Relaxed));
         let round = u64::from(round);
         (low & LAP == round && high & LAP == round).then_some(low >> 16 | high >> 16 << 48)
     }
 }
 
-/// The bits of an answer that say its round.
+/// The bits of an answer that hold its round.
 const LAP: u64 = 0xffff;
 
-/// The kernel's one argument.
+/// The kernel's argument.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct ClockArguments {
-    /// Where the [`ClockPage`] is.
+    /// Address of the [`ClockPage`].
     pub page: u64,
-    /// The launch's number, never 0.
+    /// Launch number, never 0.
     pub launch: u32,
-    /// Rounds, less than 65535. Round 0 is not asked for, and comes before them.
+    /// Number of rounds, less than 65535. A round 0, which the host does not ask for, comes before them.
     pub rounds: u32,
-    /// How long the kernel waits to be asked for the next, nanoseconds.
+    /// How long the kernel waits for the host to ask, nanoseconds.
     pub patience: u64,
 }
 

@@ -1,54 +1,58 @@
-//! Messages among peers: what `cuda/messages.cuh` is given.
+//! Messages by peer kernels: the arguments of `cuda/messages.cuh`.
+//!
+//! One launch runs all sends and receives of a group side by side. A *role* is one peer and one direction; each role has the same number of
+//! blocks. A message is cut into chunks that go over lanes in turn, one warp per lane.
 
 use std::ffi::CStr;
 
 use ringsight_records::Function;
 
 use super::{
-    layout::{Head, MOST_MESSAGES, MOST_ROLES, Message, Messages, Role},
-    peer_launch::{MOST_BLOCKS, PeerArguments, PeerLaunch},
-    peers::{CHUNK_ROWS, IS_LONG, MAX_PEERS, MESSAGE_LANES, ROW_BYTES, mappings_offset, messages_offset},
-    program::address_error,
+    layout::{Head, MAX_MESSAGES, MAX_ROLES, Message, Messages, Role, buffer_address},
+    peer_launch::{MAX_BLOCKS, PeerArguments, PeerLaunch},
+    peer_memory::{
+        CHUNK_ROWS, MAX_PEERS, MAY_ZERO_COPY, MESSAGE_LANES, ROW_BYTES, imports_offset, messages_offset,
+    },
+    program::check_alignment,
 };
-use crate::{
-    launch::{Peers, Straight, Work},
-    schedule::WorkError,
-};
+use crate::launch::{PeerMemory, Work, WorkError, ZeroCopy};
 
-/// Names of the kernels, by their numbers.
+/// Names of the kernels by number.
 pub const KERNELS: [&CStr; 2] = [c"ringsight_messages_elements", c"ringsight_messages_words"];
 
 /// The most messages of a launch.
-pub const MOST: usize = MOST_MESSAGES;
+pub const MAX: usize = MAX_MESSAGES;
 
 /// Warps of a block.
 const WARPS: usize = 8;
 /// Threads of a block.
 pub const MESSAGES_THREADS: u32 = WARPS as u32 * 32;
 
-/// Lanes of a message of so many rows, among so many ranks whose devices run so many blocks side by side: one for each row, up to as many as
-/// there are warps for where a rank sends to all others and receives from all; then one for each whole chunk. Where a rank has less to
-/// do, more warps move the bytes, and else each goes over several lanes in turn.
-fn lanes(rows: usize, ranks: usize, most_blocks: u32) -> usize {
-    let few = (blocks_of_role(2 * (ranks - 1), most_blocks) * WARPS).min(MESSAGE_LANES);
-    // A multiple: all warps have as many.
+/// Lanes of a message of `rows` rows. Both ends must come to the same number, so it depends on the length and the communicator alone.
+///
+/// There is one lane per row, up to the warps that a rank has for a role when it sends to all ranks and receives from all. Beyond that there is
+/// one lane per whole chunk. A rank with fewer roles has more warps at work; a rank with fewer warps than lanes serves several lanes per warp
+/// in turn.
+fn lanes(rows: usize, ranks: usize, max_blocks: u32) -> usize {
+    let few = (blocks_of_role(2 * (ranks - 1), max_blocks) * WARPS).min(MESSAGE_LANES);
+    // A multiple, so that all warps have the same number of lanes.
     let most = MESSAGE_LANES / few * few;
     rows.min(few).max((rows / CHUNK_ROWS).min(most))
 }
 
-/// Blocks of one of so many roles at most.
-fn blocks_of_role(roles: usize, most_blocks: u32) -> usize {
-    (most_blocks.clamp(1, MOST_BLOCKS) as usize / roles).max(1)
+/// The most blocks of one role if there are `roles` roles.
+fn blocks_of_role(roles: usize, max_blocks: u32) -> usize {
+    (max_blocks.clamp(1, MAX_BLOCKS) as usize / roles).max(1)
 }
 
-/// The launch of sends and receives, but for where it reports to. Messages between the same two ranks meet in this order.
+/// The launch of sends and receives. The caller sets where it reports to. Messages between two ranks match in this order.
 ///
 /// # Errors
-/// More than [`MOST`] messages, or a buffer that does not stand at a multiple of its elements' size.
-pub(super) fn launch(works: &[Work], channel: u8, peers: &Peers) -> Result<PeerLaunch, WorkError> {
-    if works.len() > MOST {
+/// More than [`MAX`] messages, or a buffer that is not aligned to its element type.
+pub(super) fn launch(works: &[Work], channel: u8, peers: &PeerMemory) -> Result<PeerLaunch, WorkError> {
+    if works.len() > MAX {
         return Err(WorkError(format!(
-            "{} messages of one launch, {MOST} at most",
+            "{} messages of one launch, {MAX} at most",
             works.len()
         )));
     }
@@ -56,15 +60,15 @@ pub(super) fn launch(works: &[Work], channel: u8, peers: &Peers) -> Result<PeerL
     let mut all = Box::new(Messages {
         head: Head::default(),
         bases: [0; MAX_PEERS],
-        at: messages_offset(ranks) as u64,
-        mappings_at: mappings_offset(ranks) as u64,
+        area_offset: messages_offset(ranks) as u64,
+        imports_offset: imports_offset(ranks) as u64,
         rank: peers.rank,
         roles: 0,
         messages: works.len() as u32,
         channel,
         reserved: [0; 3],
-        role: [Role::default(); MOST_ROLES],
-        message: [Message::default(); MOST_MESSAGES],
+        role: [Role::default(); MAX_ROLES],
+        message: [Message::default(); MAX_MESSAGES],
     });
     all.bases[..ranks].copy_from_slice(&peers.bases);
     let (mut count, mut most, mut whole) = (0, 1, true);
@@ -74,7 +78,7 @@ pub(super) fn launch(works: &[Work], channel: u8, peers: &Peers) -> Result<PeerL
             if (work.root, work.function == Function::Send) != (peer, sends) {
                 continue;
             }
-            address_error(work)?;
+            check_alignment(work)?;
             let message = message(work, peers);
             most = most.max(usize::from(message.lanes));
             whole &= message.address.is_multiple_of(8) && message.bytes.is_multiple_of(8);
@@ -94,21 +98,21 @@ pub(super) fn launch(works: &[Work], channel: u8, peers: &Peers) -> Result<PeerL
     let roles = all.roles as usize;
     let blocks = most
         .div_ceil(WARPS)
-        .min(blocks_of_role(roles.max(1), peers.most_blocks));
+        .min(blocks_of_role(roles.max(1), peers.max_blocks));
     Ok(PeerLaunch {
         blocks: (roles * blocks) as u32,
         arguments: PeerArguments::Messages(all),
         kernel: usize::from(whole),
         threads: MESSAGES_THREADS,
-        between: None,
+        copy_phase: None,
     })
 }
 
-/// Both ends come to the same lanes and chunks, by its length alone.
-fn message(work: &Work, peers: &Peers) -> Message {
+/// One message. Both ends come to the same lanes and chunks from its length.
+fn message(work: &Work, peers: &PeerMemory) -> Message {
     let bytes = work.count * work.data_type.size();
     let rows = bytes.div_ceil(ROW_BYTES).max(1);
-    let lanes = lanes(rows, peers.bases.len(), peers.most_blocks);
+    let lanes = lanes(rows, peers.bases.len(), peers.max_blocks);
     let each = rows.div_ceil(lanes);
     let chunk_rows = each.div_ceil(each.div_ceil(CHUNK_ROWS));
     let address = if work.function == Function::Send {
@@ -116,19 +120,21 @@ fn message(work: &Work, peers: &Peers) -> Message {
     } else {
         work.recv
     } as u64;
-    let (place, generation) = match work.straight {
-        Straight::No => (0, 0),
+    let (peer_address, generation) = match work.zero_copy {
+        ZeroCopy::Off => (0, 0),
         // Senders write 16 bytes at a time.
-        Straight::Open { received, .. } if work.function == Function::Recv && address.is_multiple_of(16) => (
-            IS_LONG | received.place(address, peers.is_foreign(work.root)),
-            received.generation,
-        ),
-        _ => (IS_LONG, 0),
+        ZeroCopy::Reachable { recv, .. } if work.function == Function::Recv && address.is_multiple_of(16) => {
+            (
+                MAY_ZERO_COPY | buffer_address(recv, address, peers.is_foreign(work.root)),
+                recv.generation,
+            )
+        }
+        _ => (MAY_ZERO_COPY, 0),
     };
     Message {
         address,
         bytes: bytes as u64,
-        place,
+        peer_address,
         generation,
         op: work.op,
         tag: work.tag,
@@ -147,25 +153,28 @@ mod tests {
 
     use super::*;
     use crate::{
-        cuda::{
-            layout::Shown,
-            peers::{IS_SHOWN, NUMBER_AT, OPEN},
-        },
-        launch::{Connections, Scalar},
+        cuda::peer_memory::{ADDRESS_EXPORTED, ADDRESS_VALID, EXPORT_SHIFT},
+        launch::{Connections, ExportedBuffer, Scalar},
     };
 
-    /// Among so many ranks, of which the last is of another process than this one.
-    fn peers(ranks: usize, most_blocks: u32) -> Arc<Peers> {
-        Arc::new(Peers {
+    /// Peer memory of `ranks` ranks, the last of which belongs to another process.
+    fn peers(ranks: usize, max_blocks: u32) -> Arc<PeerMemory> {
+        Arc::new(PeerMemory {
             rank: 0,
             bases: vec![0; ranks],
-            most_blocks,
+            max_blocks,
             foreign: 1 << (ranks - 1),
             memory: Box::new(()),
         })
     }
 
-    fn work(function: Function, peer: u32, count: usize, peers: &Arc<Peers>, straight: Straight) -> Work {
+    fn work(
+        function: Function,
+        peer: u32,
+        count: usize,
+        peers: &Arc<PeerMemory>,
+        zero_copy: ZeroCopy,
+    ) -> Work {
         Work {
             op: 1,
             tag: 1,
@@ -181,20 +190,20 @@ mod tests {
             rank: 0,
             ranks: peers.bases.len() as u32,
             root: peer,
-            straight,
+            zero_copy,
             pushes: false,
             connections: Connections::Peers(peers.clone()),
         }
     }
 
     proptest! {
-        // Ends whose ranks have more or less to do meet in the same lanes, and there is room for all blocks.
+        // Both ends use the same lanes, whatever else their ranks do, and all blocks fit.
         #[test]
-        fn ends_agree(count in 1_usize..20_000_000, ranks in 2_usize..=8, most_blocks in 1_u32..=64, roles in 1_usize..=14) {
-            let peers = peers(ranks, most_blocks);
+        fn ends_agree(count in 1_usize..20_000_000, ranks in 2_usize..=8, max_blocks in 1_u32..=64, roles in 1_usize..=14) {
+            let peers = peers(ranks, max_blocks);
             let all: Vec<_> = (1..ranks as u32)
                 .flat_map(|peer| [(peer, Function::Send), (peer, Function::Recv)])
-                .map(|(peer, function)| work(function, peer, count, &peers, Straight::No))
+                .map(|(peer, function)| work(function, peer, count, &peers, ZeroCopy::Off))
                 .take(roles)
                 .collect();
             let launch = launch(&all, 0, &peers).unwrap();
@@ -205,9 +214,9 @@ mod tests {
             }
             prop_assert!(usize::from(first.lanes) <= MESSAGE_LANES && first.lanes > 0);
             prop_assert!(usize::from(first.rows) <= CHUNK_ROWS && first.rows > 0);
-            // As many for each role, and no more than run side by side where that is possible.
+            // Every role has the same number of blocks, and they fit side by side where possible.
             prop_assert!(launch.blocks.is_multiple_of(arguments.roles));
-            prop_assert!(launch.blocks <= most_blocks.max(arguments.roles));
+            prop_assert!(launch.blocks <= max_blocks.max(arguments.roles));
         }
     }
 
@@ -216,7 +225,7 @@ mod tests {
         let blocks = |ranks| {
             let peers = peers(ranks, 64);
             let both = [Function::Send, Function::Recv]
-                .map(|function| work(function, 1, 16 << 20, &peers, Straight::No));
+                .map(|function| work(function, 1, 16 << 20, &peers, ZeroCopy::Off));
             launch(&both, 0, &peers).unwrap().blocks
         };
         assert_eq!((blocks(2), blocks(4)), (64, 60));
@@ -225,39 +234,46 @@ mod tests {
     #[test]
     fn launches_with_long_messages_do_not_overlap() {
         let peers = peers(4, 64);
-        let of = |straight| work(Function::Recv, 1, 1 << 20, &peers, straight);
+        let of = |zero_copy| work(Function::Recv, 1, 1 << 20, &peers, zero_copy);
         let overlaps = |works: &[Work]| launch(works, 0, &peers).unwrap().arguments.may_overlap();
-        assert!(overlaps(&[of(Straight::No), of(Straight::No)]));
-        assert!(!overlaps(&[of(Straight::No), of(Straight::Closed)]));
+        assert!(overlaps(&[of(ZeroCopy::Off), of(ZeroCopy::Off)]));
+        assert!(!overlaps(&[of(ZeroCopy::Off), of(ZeroCopy::Unreachable)]));
     }
 
     #[test]
-    fn receivers_of_long_messages_tell_places() {
+    fn receivers_of_long_messages_announce_their_buffers() {
         let peers = peers(4, 64);
-        let shown = Shown {
+        let export = ExportedBuffer {
             start: 7 << 20,
             generation: 3,
             number: 9,
         };
-        let open = Straight::Open {
-            sent: Shown::default(),
-            received: shown,
+        let open = ZeroCopy::Reachable {
+            send: ExportedBuffer::default(),
+            recv: export,
         };
-        let place = |function, peer, straight| {
-            let message = message(&work(function, peer, 1 << 20, &peers, straight), &peers);
-            (message.place, message.generation)
+        let address_word = |function, peer, zero_copy| {
+            let message = message(&work(function, peer, 1 << 20, &peers, zero_copy), &peers);
+            (message.peer_address, message.generation)
         };
-        assert_eq!(place(Function::Recv, 1, Straight::No), (0, 0));
-        assert_eq!(place(Function::Recv, 1, Straight::Closed), (IS_LONG, 0));
-        // The sender's buffer need not be reached by others.
-        assert_eq!(place(Function::Send, 1, open), (IS_LONG, 0));
-        assert_eq!(place(Function::Recv, 1, open), (IS_LONG | OPEN | 8 << 20, 3));
-        let of_another_process = IS_LONG | OPEN | IS_SHOWN | 9 << NUMBER_AT | 1 << 20;
-        assert_eq!(place(Function::Recv, 3, open), (of_another_process, 3));
+        assert_eq!(address_word(Function::Recv, 1, ZeroCopy::Off), (0, 0));
+        assert_eq!(
+            address_word(Function::Recv, 1, ZeroCopy::Unreachable),
+            (MAY_ZERO_COPY, 0)
+        );
+        // Other ranks need not reach the sender's buffer.
+        assert_eq!(address_word(Function::Send, 1, open), (MAY_ZERO_COPY, 0));
+        assert_eq!(
+            address_word(Function::Recv, 1, open),
+            (MAY_ZERO_COPY | ADDRESS_VALID | 8 << 20, 3)
+        );
+        let of_another_process =
+            MAY_ZERO_COPY | ADDRESS_VALID | ADDRESS_EXPORTED | 9 << EXPORT_SHIFT | 1 << 20;
+        assert_eq!(address_word(Function::Recv, 3, open), (of_another_process, 3));
         let shifted = Work {
             recv: (8 << 20) + 4,
             ..work(Function::Recv, 1, 1 << 20, &peers, open)
         };
-        assert_eq!(message(&shifted, &peers).place, IS_LONG);
+        assert_eq!(message(&shifted, &peers).peer_address, MAY_ZERO_COPY);
     }
 }

@@ -1,26 +1,33 @@
-//! The device code of GPUs: kernels of `cuda/`, what they are given ([`layout`], [`program`]) and what they tell ([`ring`]).
+//! GPU device code: the kernels of `cuda/*.cuh`, their arguments, and what they report.
+//!
+//! A launch is one of two kinds:
+//! - **Channel programs** ([`program`]): one block per channel moves slots of FIFOs. They run over any connection.
+//! - **Peer kernels** ([`peer_launch`]): ranks that reach each other's memory (NVLink P2P) do one collective, or any number of messages,
+//!   with one kernel each. [`one_shot`], [`collective`], [`messages`] and [`copy_engine`] choose kernel and arguments.
+//!
+//! Kernels report in three ways, none of which needs a driver call: events in a [`ring`], words of [`LaunchControl`], and words that
+//! follow stream order ([`journal`]). [`layout`] and [`peer_memory`] are the byte layouts that both sides share; sizes and offsets are
+//! asserted here and in the `.cuh` files.
 
-pub mod append;
 pub mod clock;
-pub mod count;
-pub mod exchange;
-pub mod gates;
+pub mod collective;
+pub mod copy_engine;
+pub mod journal;
 pub mod layout;
 pub mod messages;
 pub mod one_shot;
 pub mod peer_launch;
-pub mod peers;
-pub mod pieces;
+pub mod peer_memory;
 pub mod program;
 pub mod ring;
 #[cfg(test)]
 mod testing;
+pub mod tiles;
 
-pub use append::APPEND_KERNEL;
 pub use clock::{CLOCK_KERNEL, ClockArguments, ClockPage};
-pub use count::COUNT_KERNEL;
-pub use exchange::exchange_threads;
-pub use gates::GATE_THREADS;
+pub use collective::collective_threads;
+pub use copy_engine::COPY_ENGINE_THREADS;
+pub use journal::{APPEND_KERNEL, COUNT_KERNEL};
 pub use layout::{Arguments, CAPTURED, Head, LaunchControl, LaunchState, RING_ENTRIES};
 pub use messages::MESSAGES_THREADS;
 pub use one_shot::one_shot_threads;
@@ -28,7 +35,7 @@ pub use peer_launch::PeerLaunch;
 pub use program::Program;
 pub use ring::{Event, EventKind, Ring};
 
-/// Machine code for every supported architecture, to be loaded with `cuModuleLoadData`.
+/// The machine code for every supported architecture, for `cuModuleLoadData`.
 ///
 /// # Errors
 /// Says what was missing when this crate was built.
@@ -43,15 +50,14 @@ pub fn fatbin() -> Result<&'static [u8], &'static str> {
     Ok(&FATBIN.0)
 }
 
-/// Names of the kernels that run channel programs, a block for each channel: launches that reduce nothing, and any
-/// ([`Program::reduces`]).
+/// Names of the kernels that run channel programs: for launches that only copy, and for any launch ([`Program::reduces`]).
 pub const CHANNEL_KERNELS: [&std::ffi::CStr; 2] = [c"ringsight_channels_copy", c"ringsight_channels"];
 
-/// Whether kernels tell of starts and ends: not if they were built to measure what that costs (`RINGSIGHT_NO_EVENTS`).
-pub const TELLS: bool = !cfg!(ringsight_no_events);
+/// Threads of a block of a channel program: `CHANNEL_THREADS` in `cuda/platform.cuh`.
+pub const CHANNEL_THREADS: u32 = 512;
 
-/// Name of the kernel that does nothing, has no arguments and is launched with one block of one thread.
+/// Whether kernels write events. A build with `RINGSIGHT_NO_EVENTS`, which measures what events cost, has none.
+pub const HAS_EVENTS: bool = !cfg!(ringsight_no_events);
+
+/// Name of the kernel that does nothing. It has no arguments and is launched with one block of one thread.
 pub const NOTHING_KERNEL: &std::ffi::CStr = c"ringsight_nothing";
-
-/// Threads of each of their blocks: `CHANNEL_THREADS` in `cuda/platform.cuh`.
-pub const THREADS: u32 = 512;

@@ -1,4 +1,6 @@
-//! An all_reduce in one shot among peers: what `cuda/one_shot.cuh` is given.
+//! One-shot AllReduce by peer kernels: the arguments of `cuda/one_shot.cuh`.
+//!
+//! Every rank writes all its elements into the peer memory of every other rank, in LL lines, and reduces what it receives.
 
 use std::ffi::CStr;
 
@@ -6,14 +8,14 @@ use ringsight_records::DataType;
 
 use super::{
     layout::{OneShot, PeerCall},
-    peer_launch::{MOST_BLOCKS, PeerArguments, PeerLaunch, SERVICE, kernel_of_sum},
-    peers::lines,
+    peer_launch::{MAX_BLOCKS, PeerArguments, PeerLaunch, SERVICE_THREADS, sum_kernel},
+    peer_memory::lines,
 };
 #[cfg(doc)]
-use crate::launch::Peers;
+use crate::launch::PeerMemory;
 use crate::launch::Work;
 
-/// Names of the kernels, by their numbers: `RINGSIGHT_ONE_SHOTS` in `cuda/one_shot.cuh`.
+/// Names of the kernels by number: `RINGSIGHT_ONE_SHOTS` in `cuda/one_shot.cuh`.
 pub const KERNELS: [&CStr; 10] = [
     c"ringsight_one_shot",
     c"ringsight_one_shot_sum_f32_2",
@@ -27,22 +29,22 @@ pub const KERNELS: [&CStr; 10] = [
     c"ringsight_one_shot_sum_bf16_8",
 ];
 
-/// The number of the kernel that is made for a work, or of the one that does anything.
+/// The number of the specialised kernel for a work, or of the one that does any work.
 fn kernel(work: &Work) -> usize {
-    kernel_of_sum(work.reduce_op, work.data_type, work.ranks).map_or(0, |sum| 1 + sum)
+    sum_kernel(work.reduce_op, work.data_type, work.ranks).map_or(0, |sum| 1 + sum)
 }
 
 impl OneShot {
-    /// What is reduced.
+    /// Bytes of the operation.
     pub(super) fn bytes(&self) -> u64 {
         let data_type = DataType::from_code(self.call.data_type);
         self.elems * data_type.map_or(0, DataType::size) as u64
     }
 }
 
-/// Threads of a block that move so many words: each has one line, as far as that goes. One block, which waits for no other,
-/// if that is enough.
-fn movers(words: usize) -> usize {
+/// Data threads of a block for an operation of `words` words: one line per thread where possible, and a single block if one is enough, since it
+/// need not wait for other blocks.
+fn data_threads(words: usize) -> usize {
     match words {
         0..=512 => words.next_multiple_of(32).max(32),
         513..=4096 => 256,
@@ -50,16 +52,16 @@ fn movers(words: usize) -> usize {
     }
 }
 
-/// Threads of a block that reduces `bytes` bytes among peers.
+/// Threads of a block that reduces `bytes` bytes.
 #[must_use]
 pub fn one_shot_threads(bytes: usize) -> u32 {
-    movers(bytes.div_ceil(8)) as u32 + SERVICE
+    data_threads(bytes.div_ceil(8)) as u32 + SERVICE_THREADS
 }
 
-/// The launch of an all_reduce, but for where it reports to; `most_blocks`: [`Peers::most_blocks`].
-pub(super) fn launch(work: &Work, call: PeerCall, most_blocks: u32) -> PeerLaunch {
+/// The launch of an AllReduce. The caller sets where it reports to. `max_blocks`: [`PeerMemory::max_blocks`].
+pub(super) fn launch(work: &Work, call: PeerCall, max_blocks: u32) -> PeerLaunch {
     let words = (work.count * work.data_type.size()).div_ceil(8);
-    let movers = movers(words);
+    let threads = data_threads(words);
     PeerLaunch {
         arguments: PeerArguments::OneShot(OneShot {
             call,
@@ -71,10 +73,10 @@ pub(super) fn launch(work: &Work, call: PeerCall, most_blocks: u32) -> PeerLaunc
         }),
         kernel: kernel(work),
         blocks: words
-            .div_ceil(movers)
-            .clamp(1, most_blocks.clamp(1, MOST_BLOCKS) as usize) as u32,
-        threads: movers as u32 + SERVICE,
-        between: None,
+            .div_ceil(threads)
+            .clamp(1, max_blocks.clamp(1, MAX_BLOCKS) as usize) as u32,
+        threads: threads as u32 + SERVICE_THREADS,
+        copy_phase: None,
     }
 }
 
@@ -86,7 +88,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        cuda::peers::MAX_PEERS,
+        cuda::peer_memory::MAX_PEERS,
         launch::{Connections, Scalar},
     };
 
@@ -106,12 +108,12 @@ mod tests {
             rank: 0,
             ranks,
             root: 0,
-            straight: crate::Straight::No,
+            zero_copy: crate::ZeroCopy::Off,
             pushes: false,
-            connections: Connections::Peers(Arc::new(crate::launch::Peers {
+            connections: Connections::Peers(Arc::new(crate::launch::PeerMemory {
                 rank: 0,
                 bases: vec![0; ranks as usize],
-                most_blocks: 64,
+                max_blocks: 64,
                 foreign: 0,
                 memory: Box::new(()),
             })),
@@ -120,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_called_most_has_kernels_of_its_own() {
+    fn frequent_operations_have_specialised_kernels() {
         for (data_type, short) in [
             (DataType::Float32, "f32"),
             (DataType::Float16, "f16"),

@@ -1,66 +1,67 @@
-//! Launches of the kernels among peers: one collective each, or any number of messages.
+//! Launches of peer kernels: one collective each, or any number of messages.
+//!
+//! Each of [`one_shot`], [`collective`], [`messages`], [`copy_engine`] and [`tiles`] has a table of kernels. A kernel's number counts through
+//! all tables in that order ([`PeerLaunch::kernels`]).
 
 use std::ffi::CStr;
 
 use ringsight_records::{Algorithm, DataType, ReduceOp};
 
 use super::{
-    exchange,
-    gates::{self, Between},
-    layout::{Combination, Exchange, Gate, Head, Messages, OneShot, PeerCall},
+    collective,
+    copy_engine::{self, CopyPhase},
+    layout::{Collective, Combination, CopyEngineCall, Head, Messages, OneShot, PeerCall},
     messages, one_shot,
-    peers::{IS_LONG, MAX_PEERS},
-    pieces,
-    program::{address_error, argument, combination},
+    peer_memory::{MAX_PEERS, MAY_ZERO_COPY},
+    program::{argument, check_alignment, combination},
+    tiles,
 };
-use crate::{
-    launch::{Connections, Launch, Scalar, Work},
-    schedule::WorkError,
-};
+use crate::launch::{Connections, Launch, Scalar, Work, WorkError};
 
-/// Threads of a block that move no data: `SERVICE` in `cuda/meeting.cuh`.
-pub(super) const SERVICE: u32 = 32;
+/// Threads of a block that move no data: `SERVICE_THREADS` in `cuda/barrier.cuh`.
+pub(super) const SERVICE_THREADS: u32 = 32;
 
-/// The most blocks of a launch. Kernels of several communicators may run at a time, and each needs room for all of its blocks at
-/// once on every rank, since they wait for those of the other ranks: if two kernels had room for a part of theirs each, one on one
-/// GPU and the other on another, both would wait for ever. On GPUs with 128 multiprocessors or more, of which each has room for two
-/// blocks, this leaves room for four, as NCCL's 32 channels do. Of blocks of half the threads there may be twice as many.
-pub(super) const MOST_BLOCKS: u32 = 64;
+/// The most blocks of a launch; twice as many if they have half the threads.
+///
+/// All blocks of a kernel must run at once on every rank, since they wait for those of the other ranks. If two communicators' kernels each got
+/// room for only some of their blocks, one on one GPU and the other on another, both would wait for ever. A GPU with 128 multiprocessors holds
+/// two blocks on each, so this limit leaves room for four kernels, as NCCL's 32 channels do.
+pub(super) const MAX_BLOCKS: u32 = 64;
 
-/// A launch of one of the kernels.
+/// A launch of a peer kernel.
 #[derive(Clone, Debug)]
 pub struct PeerLaunch {
-    /// Its argument, but for its [`Head`].
+    /// The kernel's argument. The caller sets its [`Head`] with [`PeerArguments::report_to`].
     pub arguments: PeerArguments,
     /// The kernel's number in [`PeerLaunch::kernels`].
     pub kernel: usize,
-    /// Blocks.
+    /// Number of blocks.
     pub blocks: u32,
-    /// Threads of each.
+    /// Threads of a block.
     pub threads: u32,
-    /// What is done behind it, before the next kernel by number, which is given the same.
-    pub between: Option<Between>,
+    /// Copy engines only: what runs behind this entry kernel, before the exit kernel. The exit kernel has the next number and the same argument.
+    pub copy_phase: Option<CopyPhase>,
 }
 
-/// The one argument of a kernel.
+/// The argument of a peer kernel.
 #[derive(Clone, Debug)]
 #[expect(
     clippy::large_enum_variant,
-    reason = "on the stack of the call that launches it: a collective's shall not allocate"
+    reason = "it lives on the stack of the launching call; a collective must not allocate"
 )]
 pub enum PeerArguments {
-    /// Of those of [`one_shot`].
+    /// For [`one_shot`].
     OneShot(OneShot),
-    /// Of those of [`exchange`].
-    Exchange(Exchange),
-    /// Of those of [`messages`]. The others, which are moved with their launch, are not to take the 4 KiB of these.
+    /// For [`collective`] and [`tiles`].
+    Collective(Collective),
+    /// For [`messages`]. Boxed: the other variants are moved with their launch and must not take 4 KiB.
     Messages(Box<Messages>),
-    /// Of those of [`gates`].
-    Gate(Gate),
+    /// For [`copy_engine`].
+    CopyEngine(CopyEngineCall),
 }
 
 impl PeerArguments {
-    /// It reports there, of its operation, whatever `head` says of that.
+    /// Sets where the kernel reports to. The operation number stays.
     pub fn report_to(&mut self, head: Head) {
         let own = self.head_mut();
         *own = Head { op: own.op, ..head };
@@ -69,98 +70,104 @@ impl PeerArguments {
     fn head_mut(&mut self) -> &mut Head {
         match self {
             Self::OneShot(arguments) => &mut arguments.call.head,
-            Self::Exchange(arguments) => &mut arguments.call.head,
+            Self::Collective(arguments) => &mut arguments.call.head,
             Self::Messages(arguments) => &mut arguments.head,
-            Self::Gate(arguments) => &mut arguments.call.head,
+            Self::CopyEngine(arguments) => &mut arguments.call.head,
         }
     }
 
-    /// It as the kernel takes it.
+    /// The argument as the driver takes it.
     pub fn as_mut_ptr(&mut self) -> *mut std::ffi::c_void {
         match self {
             Self::OneShot(arguments) => std::ptr::from_mut(arguments).cast(),
-            Self::Exchange(arguments) => std::ptr::from_mut(arguments).cast(),
+            Self::Collective(arguments) => std::ptr::from_mut(arguments).cast(),
             Self::Messages(arguments) => std::ptr::from_mut(&mut **arguments).cast(),
-            Self::Gate(arguments) => std::ptr::from_mut(arguments).cast(),
+            Self::CopyEngine(arguments) => std::ptr::from_mut(arguments).cast(),
         }
     }
 
-    /// Whether its kernel may be brought while the one before it in its stream ends (`await_kernels_before` in platform.cuh): what is short
-    /// gains by it. What goes straight between buffers loses: 512 MiB took 8 % longer, presumably since its blocks are not spread evenly over the
-    /// multiprocessors then. Kernels before and behind copies do not wait.
+    /// Whether programmatic dependent launch may be used: the GPU then places the kernel while the one before it in its stream ends, and the
+    /// kernel waits for that end itself (`await_kernels_before` in platform.cuh).
+    ///
+    /// Short operations gain by it. Zero-copy operations lose: 512 MiB took 8 % longer, presumably because its blocks are then spread unevenly
+    /// over the multiprocessors. Copy-engine kernels do not wait by themselves.
     #[must_use]
     pub fn may_overlap(&self) -> bool {
         match self {
             Self::OneShot(_) => true,
-            Self::Exchange(arguments) => arguments.straight == 0,
+            Self::Collective(arguments) => arguments.zero_copy == 0,
             Self::Messages(arguments) => {
                 let messages = &arguments.message[..arguments.messages as usize];
-                messages.iter().all(|message| message.place & IS_LONG == 0)
+                messages
+                    .iter()
+                    .all(|message| message.peer_address & MAY_ZERO_COPY == 0)
             }
-            Self::Gate(_) => false,
+            Self::CopyEngine(_) => false,
         }
     }
 
-    /// Tells the kernel behind copies that these could not be made.
-    pub fn give_up(&mut self) {
-        if let Self::Gate(arguments) = self {
-            arguments.gives_up = 1;
+    /// Tells the exit kernel that the host could not queue the copies.
+    pub fn set_copies_failed(&mut self) {
+        if let Self::CopyEngine(arguments) = self {
+            arguments.copies_failed = 1;
         }
     }
 }
 
 impl PeerLaunch {
-    /// Names of all kernels, by number.
+    /// Names of all peer kernels, by number.
     pub fn kernels() -> impl Iterator<Item = &'static CStr> {
         one_shot::KERNELS
             .into_iter()
-            .chain(exchange::KERNELS)
+            .chain(collective::KERNELS)
             .chain(messages::KERNELS)
-            .chain(gates::KERNELS)
-            .chain(pieces::KERNELS)
+            .chain(copy_engine::KERNELS)
+            .chain(tiles::KERNELS)
     }
 
-    /// Whether it is better to launch it by an executable graph, where the host has one for its kernel: that takes the host half as long if the
-    /// argument is small. But the GPU brings the kernel only when the one before it has ended; so of those that come earlier otherwise (`overlaps`,
-    /// [`PeerArguments::may_overlap`]) only such gain of which the host's part takes longer than the GPU's (docs/decisions/0006-eager-launch-by-graph.md).
+    /// Whether launching it by an executable graph is faster, where the host has one for its kernel.
+    ///
+    /// A graph takes the host half as long if the argument is small. But the GPU places the kernel only when the one before it has ended. A
+    /// kernel that would otherwise overlap (`overlaps`, [`PeerArguments::may_overlap`]) therefore gains only if the host's part takes longer than
+    /// the GPU's (docs/decisions/0006-eager-launch-by-graph.md).
     #[must_use]
     pub fn gains_by_graph(&self, overlaps: bool) -> bool {
-        /// Of all ranks' parts together: between two, 4 µs at most.
+        /// Bytes of all ranks' parts together. Between two ranks they take at most 4 µs.
         const SHORT: u64 = 64 << 10;
         let bytes = match &self.arguments {
             PeerArguments::OneShot(arguments) => arguments.bytes(),
-            PeerArguments::Exchange(arguments) => arguments.piece * u64::from(arguments.call.ranks),
-            // Their argument has 4 KiB; that of a gate is given to two kernels.
-            PeerArguments::Messages(_) | PeerArguments::Gate(_) => return false,
+            PeerArguments::Collective(arguments) => arguments.longest_part * u64::from(arguments.call.ranks),
+            // The argument of messages has 4 KiB. Entry and exit kernels share theirs.
+            PeerArguments::Messages(_) | PeerArguments::CopyEngine(_) => return false,
         };
         !overlaps || bytes <= SHORT
     }
 
-    /// The kernel for `launch`; `None` if that is to run channel programs.
+    /// The peer kernel for `launch`; `None` if `launch` runs channel programs.
     ///
     /// # Errors
-    /// Work among peers that is not alone, or whose buffer does not stand at a multiple of its elements' size.
+    /// Peer work that shares its launch with other work, or a buffer that is not aligned to its element type.
     pub fn new(launch: &Launch) -> Result<Option<Self>, WorkError> {
-        let among_peers = launch.channels.iter().find_map(|channel| {
+        let peer_work = launch.channels.iter().find_map(|channel| {
             let mut works = channel.work.iter();
             works.find_map(|work| Some((channel.channel, work, work.connections.peers()?)))
         });
-        let Some((channel, work, peers)) = among_peers else {
+        let Some((channel, work, peers)) = peer_work else {
             return Ok(None);
         };
         let all = || launch.channels.iter().flat_map(|channel| &channel.work);
-        if work.function.is_p2p() && launch.channels.len() == 1 && all().all(Work::is_message_among_peers) {
+        if work.function.is_p2p() && launch.channels.len() == 1 && all().all(Work::is_peer_message) {
             let mut launch = messages::launch(&launch.channels[0].work, channel, peers)?;
-            launch.kernel += one_shot::KERNELS.len() + exchange::KERNELS.len();
+            launch.kernel += one_shot::KERNELS.len() + collective::KERNELS.len();
             return Ok(Some(launch));
         }
         if all().count() != 1 {
             return Err(WorkError(format!(
-                "op {} ({}): work among peers shares its launch",
+                "op {} ({}): peer work shares its launch",
                 work.op, work.function
             )));
         }
-        address_error(work)?;
+        check_alignment(work)?;
         let mut bases = [0; MAX_PEERS];
         bases[..peers.bases.len()].copy_from_slice(&peers.bases);
         let call = PeerCall {
@@ -171,7 +178,7 @@ impl PeerLaunch {
             bases,
             argument: match work.scalar {
                 Scalar::Immediate(bits) => argument(work, bits),
-                // The kernels that sum have a factor.
+                // Sum kernels multiply by a factor.
                 _ if combination(work) == Combination::Sum => u64::from(1_f32.to_bits()),
                 _ => argument(work, 0),
             },
@@ -183,24 +190,24 @@ impl PeerLaunch {
             channel,
             reserved: 0,
         };
-        if let Connections::Engines { window, offset } = &work.connections {
-            let mut launch = gates::launch(work, call, window, *offset).ok_or_else(|| {
+        if let Connections::CopyEngine { window, offset } = &work.connections {
+            let mut launch = copy_engine::launch(work, call, window, *offset).ok_or_else(|| {
                 WorkError(format!(
                     "op {} ({}): copy engines cannot do it",
                     work.op, work.function
                 ))
             })?;
-            launch.kernel += one_shot::KERNELS.len() + exchange::KERNELS.len() + messages::KERNELS.len();
-            if let Some(Between::Pieces(pieces)) = &mut launch.between {
-                pieces.kernel += launch.kernel + gates::KERNELS.len();
-                pieces.gate += launch.kernel;
+            launch.kernel += one_shot::KERNELS.len() + collective::KERNELS.len() + messages::KERNELS.len();
+            if let Some(CopyPhase::Tiles(tiles)) = &mut launch.copy_phase {
+                tiles.kernel += launch.kernel + copy_engine::KERNELS.len();
+                tiles.barrier_kernel += launch.kernel;
             }
             return Ok(Some(launch));
         }
         Ok(Some(match work.algorithm {
-            Algorithm::OneShot => one_shot::launch(work, call, peers.most_blocks),
+            Algorithm::OneShot => one_shot::launch(work, call, peers.max_blocks),
             _ => {
-                let mut launch = exchange::launch(work, call, peers);
+                let mut launch = collective::launch(work, call, peers);
                 launch.kernel += one_shot::KERNELS.len();
                 launch
             }
@@ -208,9 +215,9 @@ impl PeerLaunch {
     }
 }
 
-/// Which of the kernels it is that sum elements of one type among one number of ranks, or take the average of them: float32, float16 and bfloat16, each
-/// among 2, 4 and 8.
-pub(super) fn kernel_of_sum(reduce_op: ReduceOp, data_type: DataType, ranks: u32) -> Option<usize> {
+/// The number, among the kernels that sum or average, of the one for this element type and number of ranks: float32, float16 and bfloat16, each
+/// among 2, 4 and 8 ranks. `None` if there is none.
+pub(super) fn sum_kernel(reduce_op: ReduceOp, data_type: DataType, ranks: u32) -> Option<usize> {
     if !matches!(reduce_op, ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum) {
         return None;
     }

@@ -1,21 +1,23 @@
-//! A launch in the form that the kernel runs.
+//! Channel programs as the kernel reads them: a launch as tables in one block of bytes.
+//!
+//! The works of a channel form *lanes*. The works of one lane run one after another: all collectives are one lane, and the messages over
+//! one FIFO are one lane. Message lanes take turns. A short program travels with the arguments; a longer one lies in pinned memory.
 
 use std::{collections::HashSet, sync::Arc};
 
 use ringsight_records::{Algorithm, DataType, ReduceOp};
 
 use super::layout::{
-    Arguments, Channel, Combination, ConnectionKind, Head, INLINE_BYTES, LANE_STATE_BYTES, Lane, NEXT_PLACED,
-    NONE, OP_STATE_BYTES, Op, PREV_PLACED, Work,
+    Arguments, Channel, Combination, ConnectionKind, Head, INLINE_BYTES, LANE_STATE_BYTES, Lane,
+    NEXT_INDIRECT, NONE, OP_STATE_BYTES, Op, PREV_INDIRECT, Work,
 };
 use crate::{
     fifo::{Fifo, Halves},
-    launch::{self, ChannelWork, Connections, Launch, Scalar},
+    launch::{self, ChannelWork, Connections, Launch, Scalar, WorkError},
     reduce::Reduction,
-    schedule::WorkError,
 };
 
-/// Channels, lanes, operations, works and ring orders, one after another.
+/// The tables of a launch: works, channels, lanes, operations and ring orders, one after another.
 #[derive(Clone, Debug, Default)]
 pub struct Program {
     bytes: Vec<u8>,
@@ -25,13 +27,13 @@ pub struct Program {
     works_at: u32,
     lanes_at: u32,
     ops_at: u32,
-    /// The most that a channel has.
+    /// The largest number of lanes of a channel.
     lanes: u32,
     ops: u32,
     reduces: bool,
 }
 
-/// The tables while they are made.
+/// The tables under construction.
 #[derive(Default)]
 struct Tables {
     channels: Vec<Channel>,
@@ -42,12 +44,10 @@ struct Tables {
 }
 
 impl Program {
-    /// The program of `launch`, whose works must pass [`launch::Work::check`]. Buffers, and FIFOs in
-    /// host memory, are given to the kernel at the addresses that the host knows them by.
+    /// The program of `launch`, whose works must pass [`launch::Work::check`]. It holds buffer and FIFO addresses as the host knows them.
     ///
     /// # Errors
-    /// An algorithm that kernels have no program for ([`runs`]); a buffer that does not stand at a multiple of its elements'
-    /// size.
+    /// An algorithm without a channel program ([`runs`]), or a buffer that is not aligned to its element type.
     pub fn new(launch: &Launch) -> Result<Self, WorkError> {
         let mut tables = Tables::default();
         for channel in &launch.channels {
@@ -79,7 +79,7 @@ impl Program {
         program.ops_at = program.lanes_at + (tables.lanes.len() * size_of::<Lane>()) as u32;
         let orders_at = program.ops_at + (tables.ops.len() * size_of::<Op>()) as u32;
         for work in &mut tables.works {
-            // Until now it counted from the first order.
+            // So far it was relative to the first order.
             work.order_at += orders_at;
         }
         program.append(&tables.works);
@@ -87,7 +87,7 @@ impl Program {
         program.append(&tables.lanes);
         program.append(&tables.ops);
         program.append(&tables.orders);
-        // Copied in words.
+        // The kernel copies it in words.
         program.bytes.resize(program.bytes.len().next_multiple_of(8), 0);
         Ok(program)
     }
@@ -99,20 +99,20 @@ impl Program {
         });
     }
 
-    /// What must be put where the device reaches it, at a multiple of 8, and given to [`Program::arguments`]; `None` if it
-    /// travels with the arguments.
+    /// The bytes that the caller must put where the device reaches them, aligned to 8; [`Program::arguments`] takes their address. `None` if
+    /// the program travels with the arguments.
     #[must_use]
     pub fn outside(&self) -> Option<&[u8]> {
         (self.bytes.len() > INLINE_BYTES).then_some(&self.bytes)
     }
 
-    /// Blocks of the launch: one or two for each channel.
+    /// Blocks of the launch: one or two per channel.
     #[must_use]
     pub fn blocks(&self) -> u32 {
         self.channels
     }
 
-    /// The most operations that a channel has.
+    /// The largest number of operations of a channel.
     #[must_use]
     pub fn ops(&self) -> u32 {
         self.ops
@@ -124,15 +124,15 @@ impl Program {
         self.reduces
     }
 
-    /// Dynamic shared memory of each block.
+    /// Dynamic shared memory of a block, in bytes.
     #[must_use]
     pub fn shared_bytes(&self) -> usize {
         self.staged() + self.lanes as usize * LANE_STATE_BYTES + self.ops as usize * OP_STATE_BYTES
     }
 
-    /// Bytes that each block takes into its shared memory: of a program that travels with the arguments all.
+    /// Bytes that each block copies into shared memory: the whole program if it travels with the arguments, else 0.
     fn staged(&self) -> usize {
-        // What is in host memory is read in place, by each block its part: all of it for each would be much.
+        // From host memory, each block reads only its own part: copying all of it into every block would take longer.
         if self.outside().is_none() {
             self.bytes.len()
         } else {
@@ -140,7 +140,7 @@ impl Program {
         }
     }
 
-    /// Arguments that run it; what is not about the program is left 0.
+    /// The kernel's arguments. `program` is the address of [`Program::outside`]; the caller sets the head.
     #[must_use]
     pub fn arguments(&self, program: u64) -> Arguments {
         let mut arguments = Arguments {
@@ -162,13 +162,13 @@ impl Program {
     }
 }
 
-/// Whether kernels of GPUs have channel programs of an algorithm ([`launch::Work::algorithm`]).
+/// Whether GPUs have channel programs of an algorithm ([`launch::Work::algorithm`]).
 #[must_use]
 pub fn runs(algorithm: Algorithm) -> bool {
     matches!(algorithm, Algorithm::Ring | Algorithm::Direct)
 }
 
-/// A type of [`super::layout`]: any bytes are one, and it has no padding.
+/// A type of [`super::layout`] without padding.
 trait Plain: Copy {}
 impl Plain for Work {}
 impl Plain for Channel {}
@@ -185,7 +185,7 @@ impl Tables {
             self.add_lane(&collectives, first_op)?;
         }
         let first_message_lane = self.lanes.len() as u32;
-        // Messages over one FIFO keep their order; those to oneself are one lane.
+        // Messages over one FIFO keep their order. Messages to oneself are one lane.
         let mut lanes: Vec<(Option<u64>, Vec<&launch::Work>)> = Vec::new();
         for work in messages {
             let fifo = match &work.connections {
@@ -193,14 +193,14 @@ impl Tables {
                 Connections::Local
                 | Connections::Ring { .. }
                 | Connections::Peers(_)
-                | Connections::Engines { .. } => None,
+                | Connections::CopyEngine { .. } => None,
             };
             match lanes.iter_mut().find(|lane| lane.0 == fifo) {
                 Some(lane) => lane.1.push(work),
                 None => lanes.push((fifo, vec![work])),
             }
         }
-        let [leave, arrive] = apart(lanes);
+        let [leave, arrive] = split_lanes(lanes);
         for works in &leave {
             self.add_lane(works, first_op)?;
         }
@@ -234,7 +234,7 @@ impl Tables {
     fn add_lane(&mut self, works: &[&launch::Work], first_op: usize) -> Result<(), WorkError> {
         let first_work = self.works.len() as u32;
         for work in works {
-            let state = if work.only_shows_tag() {
+            let state = if work.is_tag_only() {
                 NONE
             } else {
                 self.state_of(work.op, first_op)
@@ -249,7 +249,7 @@ impl Tables {
         Ok(())
     }
 
-    /// Index of the operation among the channel's, which counts one more work.
+    /// Index of the operation in the channel's table. Counts one more work for it.
     fn state_of(&mut self, number: u32, first_op: usize) -> u32 {
         let ops = &mut self.ops[first_op..];
         if let Some(index) = ops.iter().position(|op| op.number == number) {
@@ -283,22 +283,22 @@ impl Tables {
                 let (prev, slot_bytes) = (prev.halves(), next.slot_bytes());
                 (ConnectionKind::Ring, prev, next.halves(), slot_bytes)
             }
-            Connections::Peers(_) | Connections::Engines { .. } => {
+            Connections::Peers(_) | Connections::CopyEngine { .. } => {
                 return Err(WorkError(format!(
-                    "op {} ({}): among peers it is no channel program",
+                    "op {} ({}): peer work is no channel program",
                     work.op, work.function
                 )));
             }
             Connections::Send(next) => (ConnectionKind::Send, NO_FIFO, next.halves(), next.slot_bytes()),
             Connections::Recv(prev) => (ConnectionKind::Recv, prev.halves(), NO_FIFO, prev.slot_bytes()),
         };
-        let placed = match &work.connections {
-            Connections::Local | Connections::Peers(_) | Connections::Engines { .. } => 0,
-            Connections::Ring { prev, next, .. } => placed(Some(prev), Some(next)),
-            Connections::Send(next) => placed(None, Some(next)),
-            Connections::Recv(prev) => placed(Some(prev), None),
+        let indirect = match &work.connections {
+            Connections::Local | Connections::Peers(_) | Connections::CopyEngine { .. } => 0,
+            Connections::Ring { prev, next, .. } => indirect(Some(prev), Some(next)),
+            Connections::Send(next) => indirect(None, Some(next)),
+            Connections::Recv(prev) => indirect(Some(prev), None),
         };
-        address_error(work)?;
+        check_alignment(work)?;
         let (scalar, scalar_kind) = match work.scalar {
             Scalar::Device(address) => (address as u64, 1),
             Scalar::None => (argument(work, 0), 0),
@@ -327,31 +327,31 @@ impl Tables {
             data_type: work.data_type.code(),
             combine: combination(work) as u8,
             scalar_kind,
-            placed,
+            indirect,
             reserved: [0; 6],
         })
     }
 }
 
-/// [`Work::placed`] of a work that slots come to and go from by these.
-fn placed(prev: Option<&Arc<Fifo>>, next: Option<&Arc<Fifo>>) -> u8 {
-    let of = |fifo: Option<&Arc<Fifo>>, bit| fifo.filter(|fifo| fifo.is_placed()).map_or(0, |_| bit);
-    of(prev, PREV_PLACED) | of(next, NEXT_PLACED)
+/// [`Work::indirect`] of a work with these FIFOs.
+fn indirect(prev: Option<&Arc<Fifo>>, next: Option<&Arc<Fifo>>) -> u8 {
+    let of = |fifo: Option<&Arc<Fifo>>, bit| fifo.filter(|fifo| fifo.has_indirect_slots()).map_or(0, |_| bit);
+    of(prev, PREV_INDIRECT) | of(next, NEXT_INDIRECT)
 }
 
-/// Elements in bytes from which what arrives on a channel has a block beside that of what leaves: a block moves one slot at a
-/// time, and while it puts away what has come, it would leave the link idle.
-const APART_BYTES: usize = 64 << 10;
+/// From this many bytes in both directions on, incoming messages of a channel get a block of their own. A block moves one slot at a time, and
+/// while it stores what has arrived it would leave the link idle.
+const SPLIT_BYTES: usize = 64 << 10;
 
-/// Lanes of one channel's messages, in the blocks that they are for.
-fn apart(lanes: Vec<(Option<u64>, Vec<&launch::Work>)>) -> [Vec<Vec<&launch::Work>>; 2] {
+/// Divides a channel's message lanes among its two blocks: outgoing, incoming.
+fn split_lanes(lanes: Vec<(Option<u64>, Vec<&launch::Work>)>) -> [Vec<Vec<&launch::Work>>; 2] {
     let arrives = |works: &[&launch::Work]| matches!(works[0].connections, Connections::Recv(_));
     let bytes = |arriving: bool| -> usize {
         let lanes = lanes.iter().filter(|(_, works)| arrives(works) == arriving);
         let works = lanes.flat_map(|(_, works)| works);
         works.map(|work| work.part.len() * work.data_type.size()).sum()
     };
-    let is_long = bytes(true) >= APART_BYTES && bytes(false) >= APART_BYTES;
+    let is_long = bytes(true) >= SPLIT_BYTES && bytes(false) >= SPLIT_BYTES;
     let (mut arrive, mut leave) = (Vec::new(), Vec::new());
     let mut ops = HashSet::new();
     for (_, works) in lanes {
@@ -361,15 +361,15 @@ fn apart(lanes: Vec<(Option<u64>, Vec<&launch::Work>)>) -> [Vec<Vec<&launch::Wor
         }
         if arriving { &mut arrive } else { &mut leave }.push(works);
     }
-    // An operation of one channel is told of by one block.
+    // Only one block may report an operation of a channel.
     if arrive.iter().flatten().any(|work| ops.contains(&work.op)) {
         leave.append(&mut arrive);
     }
     [leave, arrive]
 }
 
-/// Whether the kernel can load and store its elements.
-pub(super) fn address_error(work: &launch::Work) -> Result<(), WorkError> {
+/// Checks that buffers and scalar are aligned to the element type.
+pub(super) fn check_alignment(work: &launch::Work) -> Result<(), WorkError> {
     let size = work.data_type.size();
     for (name, address) in [
         ("sendbuff", work.send),
@@ -407,7 +407,7 @@ pub(super) fn combination(work: &launch::Work) -> Combination {
         ReduceOp::Max => Combination::Max,
         ReduceOp::Min => Combination::Min,
         ReduceOp::PreMulSum => Combination::MulSum,
-        // As on the host: the average of one rank's elements is what they are.
+        // As on the host: the average of one rank's elements is the elements.
         ReduceOp::Avg if work.ranks == 1 => Combination::Copy,
         ReduceOp::Avg if integers => Combination::SumDiv,
         ReduceOp::Avg => Combination::MulSum,

@@ -1,9 +1,8 @@
-//! Events that kernels write and the host drains: when which channel began and ended which operation.
+//! The event ring: kernels write when a channel began and ended an operation, and the host reads it.
 //!
-//! One ring serves all launches of a GPU. A kernel takes a ticket and writes the entry of that number over the oldest
-//! one, without a look at the host: a kernel never waits to be observed. Each of an entry's four words carries the
-//! ticket's lap in its low 16 bits (1..=65535), the rest is payload, so that a reader knows by the words alone whether
-//! they belong together, in whatever order they become visible:
+//! One ring serves all launches of a GPU. A kernel takes a ticket and writes the entry of that number over the oldest one. It never waits for
+//! the host. Each of an entry's four words carries the ticket's lap in its low 16 bits (1..=65535). So a reader knows from the words alone
+//! whether they belong together, in whatever order they become visible:
 //!
 //! | word | bits 63..32 | 31..16 |
 //! |---|---|---|
@@ -23,7 +22,7 @@ pub struct Entry([AtomicU64; 4]);
 
 const _: () = assert!(size_of::<Entry>() == 32);
 
-/// What an event tells.
+/// What happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EventKind {
     /// The channel's first work of the operation begins.
@@ -32,20 +31,20 @@ pub enum EventKind {
     Stopped,
     /// Its works were given up.
     Aborted,
-    /// A slot with another tag arrived.
+    /// A slot with another operation's tag arrived.
     Mismatch,
 }
 
-/// What a kernel wrote.
+/// One event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
     /// What happened.
     pub kind: EventKind,
-    /// Number of the launch.
+    /// Launch number.
     pub launch: u32,
     /// Operation number.
     pub op: u32,
-    /// Replay, 0 for a launch that runs once.
+    /// Replay; 0 for a launch that runs once.
     pub replay: u32,
     /// Channel number.
     pub channel: u8,
@@ -53,7 +52,7 @@ pub struct Event {
     pub value: u64,
 }
 
-/// The reading end.
+/// The reader.
 #[derive(Debug)]
 pub struct Ring<'a> {
     entries: &'a [Entry],
@@ -62,14 +61,14 @@ pub struct Ring<'a> {
     lost: u64,
 }
 
-/// The kind of an entry that was asked for early and given back: nothing happened.
+/// Kind of an entry whose ticket was taken early and returned: nothing happened.
 const NOTHING: u64 = 5;
 
-/// Laps are counted from 1 to this and then from 1 again; memory that was never written has none.
+/// Laps count from 1 to this and start again at 1. Memory that was never written has lap 0.
 const LAPS: u64 = 0xffff;
 
 impl<'a> Ring<'a> {
-    /// A ring whose entries are zero and whose ticket is 0. Their number must be a power of two.
+    /// A reader of entries that are zero and whose ticket is 0. Their number must be a power of two.
     #[must_use]
     pub fn new(entries: &'a [Entry]) -> Self {
         debug_assert!(entries.len().is_power_of_two());
@@ -80,18 +79,18 @@ impl<'a> Ring<'a> {
         }
     }
 
-    /// Events that were written over before they were read.
+    /// Events that were overwritten before they were read.
     #[must_use]
     pub fn lost(&self) -> u64 {
         self.lost
     }
 
-    /// The oldest event that has not been read, if its words are all there.
+    /// The oldest unread event, if all its words are there.
     pub fn next_event(&mut self) -> Option<Event> {
         loop {
             let capacity = self.entries.len() as u64;
             let index = (self.next % capacity) as usize;
-            // Relaxed: the laps say what belongs together. The fence keeps what the caller does with the event behind.
+            // Relaxed: the laps say which words belong together. The fence keeps the caller's use of the event behind the loads.
             let words = self.entries[index]
                 .0
                 .each_ref()
@@ -106,14 +105,14 @@ impl<'a> Ring<'a> {
                 }
                 match Event::decode(words) {
                     Some(event) => return Some(event),
-                    // Nothing that a kernel writes.
+                    // No kernel writes such an entry.
                     None => {
                         self.lost += 1;
                         continue;
                     }
                 }
             }
-            // How far ahead the writers are; those that are behind or have written nothing are many laps ahead.
+            // How many laps the writers are ahead. Writers that are behind, or have written nothing, appear many laps ahead.
             let ahead = laps
                 .iter()
                 .filter(|found| **found != 0)
@@ -124,7 +123,7 @@ impl<'a> Ring<'a> {
             if ahead == 0 {
                 return None;
             }
-            // The rest of the lap before may still be whole, but is what is written over next.
+            // The rest of the previous lap may still be intact, but it is overwritten next.
             self.next += ahead * capacity;
             self.lost += ahead * capacity;
         }
@@ -161,7 +160,7 @@ mod tests {
 
     use super::*;
 
-    /// As `report` in `cuda/channels.cuh`.
+    /// Writes as `Report::event_at` in `cuda/report.cuh`.
     fn write(entries: &[Entry], ticket: u64, event: &Event, words: std::ops::Range<usize>) {
         let lap = lap(ticket, entries.len() as u64);
         let kind = match event.kind {
@@ -221,7 +220,7 @@ mod tests {
         let entries = entries(4);
         let mut ring = Ring::new(&entries);
         for ticket in 0..20 {
-            // Had together, and given back in between.
+            // Both tickets were taken together, and the first was returned.
             write(&entries, 2 * ticket + 1, &event(ticket), 0..4);
             assert_eq!(ring.next_event(), None, "its predecessor is not there yet");
             let place = &entries[2 * ticket as usize % entries.len()];
@@ -249,7 +248,7 @@ mod tests {
                 while let Some(found) = ring.next_event() {
                     last = Some(found);
                     read += 1;
-                    // Every event is one that was written, and none comes twice or out of order.
+                    // Every event was written, and none comes twice or out of order.
                     prop_assert_eq!(found, event(read + ring.lost() - 1));
                 }
                 if burst > 0 {

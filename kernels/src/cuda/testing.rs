@@ -1,4 +1,4 @@
-//! What the tests of kernels among peers have in common.
+//! Helpers for the tests of peer kernels.
 
 use std::sync::Arc;
 
@@ -8,13 +8,13 @@ use super::PeerLaunch;
 use crate::{
     WorkError,
     launch::{
-        ChannelWork, Connections, Launch, Observer, Peers, Scalar, Scratch, Straight, When, Window, Work,
+        ChannelWork, Connections, Launch, Observer, PeerMemory, Scalar, Scratch, When, Window, Work, ZeroCopy,
     },
 };
 
-/// As far apart as nothing reaches: rank `r` has its memory from `(r + 1) * APART` on, and its window begins with that.
+/// Distance between two ranks' memory: rank `r` has its memory from `(r + 1) * APART` on, beginning with its window.
 pub(super) const APART: usize = 1 << 40;
-/// Where in the window receive buffers begin.
+/// Offset of the receive buffers in the window.
 pub(super) const OFFSET: u64 = 512;
 
 struct Nobody;
@@ -26,7 +26,7 @@ impl Observer for Nobody {
     fn launch_finished(&self, _replay: u32, _aborted: bool) {}
 }
 
-/// The launch of works on channel 0, of which the first is one that may run.
+/// The launch of works on channel 0. The first work must pass [`Work::check`].
 pub(super) fn launched(work: Vec<Work>) -> Result<Option<PeerLaunch>, WorkError> {
     work[0].check()?;
     PeerLaunch::new(&Launch {
@@ -37,21 +37,21 @@ pub(super) fn launched(work: Vec<Work>) -> Result<Option<PeerLaunch>, WorkError>
     })
 }
 
-/// An all_gather by copy engines, of float32, whose send buffer is behind the window.
+/// An AllGather of float32 by copy engines, whose send buffer lies behind the window.
 pub(super) fn in_window(rank: u32, ranks: u32, count: usize, scratch: Option<Scratch>) -> Work {
     let base = (rank as usize + 1) * APART;
-    let peers = Peers {
+    let peers = PeerMemory {
         rank,
         bases: vec![0; ranks as usize],
-        most_blocks: 64,
+        max_blocks: 64,
         foreign: 0,
         memory: Box::new(()),
     };
     let window = Window {
         peers: Arc::new(peers),
-        places: (1..=u64::from(ranks)).map(|rank| rank * APART as u64).collect(),
+        addresses: (1..=u64::from(ranks)).map(|rank| rank * APART as u64).collect(),
         scratch: scratch.map(Arc::new),
-        engines: Arc::new(()),
+        copy_engine: Arc::new(()),
         memory: Vec::new(),
     };
     Work {
@@ -69,9 +69,9 @@ pub(super) fn in_window(rank: u32, ranks: u32, count: usize, scratch: Option<Scr
         rank,
         ranks,
         root: 0,
-        straight: Straight::No,
+        zero_copy: ZeroCopy::Off,
         pushes: false,
-        connections: Connections::Engines {
+        connections: Connections::CopyEngine {
             window: Arc::new(window),
             offset: OFFSET,
         },

@@ -1,4 +1,4 @@
-//! One work while it runs: its steps, one at a time.
+//! One running work of the host device, step by step.
 
 use ringsight_records::{Phase, ReduceOp, Waits};
 
@@ -8,14 +8,14 @@ use crate::{
     schedule::{Position, Schedule, Step},
 };
 
-/// The reduction of a work that has one.
+/// The reduction of a work, if it has one.
 fn reduction_of(work: &Work) -> Option<Reduction> {
-    // The average of one rank's elements is what they are: not even a NaN changes its bits.
+    // The average of one rank's elements is the elements: not even a NaN changes its bits.
     Reduction::new(work.reduce_op, work.data_type)
         .filter(|_| work.ranks > 1 || work.reduce_op != ReduceOp::Avg)
 }
 
-/// The argument of a reduction's kernels: this is where a scalar in device memory is read.
+/// The argument of the reduction functions. A scalar in device memory is read here.
 fn argument_of(work: &Work) -> u64 {
     let scalar = match work.scalar {
         Scalar::None => 0,
@@ -23,7 +23,7 @@ fn argument_of(work: &Work) -> u64 {
         Scalar::Device(address) => {
             let mut bits = [0; 8];
             let element = &mut bits[..work.data_type.size()];
-            // SAFETY: the launch's contract: an element of the type is there. Copied as bytes: aligned or not.
+            // SAFETY: by the launch's contract there is an element of the type. Copied as bytes, since it may be unaligned.
             unsafe {
                 std::ptr::copy_nonoverlapping(address as *const u8, element.as_mut_ptr(), element.len());
             };
@@ -38,32 +38,31 @@ pub(super) enum Advance {
     Waiting,
     Moved,
     Done,
-    /// A slot of an operation with this tag has arrived.
-    Differs(u32),
+    /// A slot with this tag of another operation has arrived.
+    Mismatch(u32),
 }
 
-/// One work while it runs.
+/// One running work.
 pub(super) struct Program {
-    /// Its index in the channel.
+    /// Index of the work in the channel.
     pub(super) work: usize,
-    /// Index of its operation in the channel; none for work that the observer is not told of.
+    /// Index of its operation in the channel; `None` for work that is not reported.
     pub(super) op: Option<usize>,
     schedule: Schedule,
-    /// All steps, where they are few: those of an operation that takes no longer than finding them.
+    /// All steps, if there are few: finding them takes as long as running so short an operation.
     few: Vec<Step>,
     reduction: Option<Reduction>,
     argument: u64,
-    /// What [`Step::keep`] keeps, by rank. This rank's elements are in its buffer, and their place here is for partial
-    /// results.
+    /// Elements that [`Step::keep`] keeps, by rank. This rank's elements stay in its buffer; their place here holds partial results.
     kept: Vec<u8>,
     position: Position,
-    /// Steps made.
+    /// Finished steps.
     made: usize,
-    /// The step at `position`; none at the end.
+    /// The step at `position`; `None` at the end.
     step: Option<Step>,
 }
 
-/// How many steps are few.
+/// The largest number of steps in [`Program::few`].
 const FEW_STEPS: usize = 16;
 
 impl Program {
@@ -83,7 +82,7 @@ impl Program {
         }
     }
 
-    /// Before each run.
+    /// Prepares the next run.
     pub(super) fn reset(&mut self, work: &Work) {
         if self.reduction.is_some() {
             self.argument = argument_of(work);
@@ -102,7 +101,7 @@ impl Program {
         };
     }
 
-    /// Makes the next step, if its slots are there. `work` is what it was made of.
+    /// Makes the next step if its slots are there. `work` is the work that the program was made of.
     pub(super) fn advance(&mut self, work: &Work) -> Advance {
         let Some(step) = self.step else {
             return Advance::Done;
@@ -121,7 +120,7 @@ impl Program {
         }
     }
 
-    /// What it waits for, since it could not make its next step.
+    /// What it waits for, if it could not make its next step.
     pub(super) fn waits(&self, work: &Work, channel: u8) -> Option<Waits> {
         let step = self.step?;
         let (phase, peer) = match &work.connections {
@@ -129,10 +128,10 @@ impl Program {
                 (Phase::Data, order.last())
             }
             Connections::Ring { order, .. } => (Phase::Room, order.get(1)),
-            // Peers of messages whoever called them knows.
+            // The caller of a message knows its peer.
             Connections::Send(_) => (Phase::Room, None),
             Connections::Recv(_) => (Phase::Data, None),
-            Connections::Local | Connections::Peers(_) | Connections::Engines { .. } => return None,
+            Connections::Local | Connections::Peers(_) | Connections::CopyEngine { .. } => return None,
         };
         Some(Waits {
             op: work.op as u16,
@@ -146,23 +145,23 @@ impl Program {
     /// Executes a step.
     fn execute(&mut self, work: &Work, step: Step) -> Advance {
         let (prev, next) = match &work.connections {
-            Connections::Local | Connections::Peers(_) | Connections::Engines { .. } => (None, None),
+            Connections::Local | Connections::Peers(_) | Connections::CopyEngine { .. } => (None, None),
             Connections::Ring { prev, next, .. } => (Some(prev), step.send.then_some(next)),
             Connections::Send(next) => (None, step.send.then_some(next)),
             Connections::Recv(prev) => (Some(prev), None),
         };
-        // Looked at before every step, also one that takes nothing: a rank that waits for room may wait for one that
-        // waits for something else. The oldest slot is of this work, since the last step of every program takes one.
+        // Also checked by a step that takes no slot: the rank that it waits for may run another operation. The oldest slot belongs to this
+        // work, since the last step of every program takes one.
         let arrived = prev.and_then(|fifo| Some((fifo, fifo.posted()?.0)));
         if let Some((fifo, position)) = arrived {
             let theirs = fifo.tag_at(position);
             if theirs != work.tag {
-                return Advance::Differs(theirs);
+                return Advance::Mismatch(theirs);
             }
         } else if step.recv {
             return Advance::Waiting;
         }
-        // The posted size is the peer's word; what this step takes is at most a slot in any case.
+        // The peer chose the posted size; this step takes at most one slot anyway.
         let input = arrived.filter(|_| step.recv);
         let output = match next.map(|fifo| (fifo, fifo.free())) {
             None => None,
@@ -181,8 +180,8 @@ impl Program {
         let arrived = input.map(|(fifo, position)| fifo.slot(position, bytes).cast_const());
         let leaving = output.map(|(fifo, position)| fifo.slot(position, bytes));
 
-        // SAFETY: a slot holds `elems` elements (the schedule never asks for more) and is ours until posted or
-        // released; the user's buffers hold what the operation says, the launch's contract.
+        // SAFETY: a slot holds `elems` elements (the schedule never asks for more) and is ours until posted or released. By the launch's contract
+        // the user's buffers hold what the operation says.
         unsafe {
             if let Some(rank) = step.keep {
                 if let (Some(from), Some(leaving)) = (arrived.or(source), leaving) {
@@ -204,10 +203,10 @@ impl Program {
         Advance::Moved
     }
 
-    /// What most steps do with their data: reduces what arrived with this rank's, or copies whichever is there.
+    /// Reduces what arrived with this rank's elements, or copies whichever is there.
     ///
     /// # Safety
-    /// All of them are memory of the step's elements; `bytes` is their size.
+    /// All pointers are valid for the step's elements; `bytes` is their size.
     unsafe fn combine(
         &self,
         step: Step,
@@ -248,7 +247,7 @@ impl Program {
                         leaving.copy_from_nonoverlapping(from, bytes);
                     }
                     if let Some(store) = store.filter(|store| store.cast_const() != from) {
-                        // Overlapping buffers are the caller's mistake, but not a reason for undefined behaviour.
+                        // Overlapping buffers are the caller's mistake, but must not be undefined behaviour.
                         store.copy_from(from, bytes);
                     }
                 }
@@ -257,11 +256,10 @@ impl Program {
         }
     }
 
-    /// Keeps the elements of one rank, or, with the last ones, reduces all ranks' in the order of ranks: from this rank's
-    /// own into the result.
+    /// Keeps the elements of one rank. With the last rank's elements, reduces all ranks' elements in the order of ranks into the result.
     ///
     /// # Safety
-    /// All of them are memory of `elems` elements; where to keep so many of each rank is in `kept`.
+    /// All pointers are valid for `elems` elements, and `kept` has room for as many of each rank.
     unsafe fn keep(
         &mut self,
         work: &Work,
@@ -271,7 +269,7 @@ impl Program {
     ) {
         let bytes = elems * work.data_type.size();
         let kept = self.kept.as_mut_ptr();
-        // SAFETY: within `kept`, the caller's word.
+        // SAFETY: within `kept`, by the caller's contract.
         let place = |rank: u32| unsafe { kept.add(rank as usize * bytes) };
         let (Some((own, to)), Some(reduction)) = (last, self.reduction) else {
             // SAFETY: the caller's; a slot is not in `kept`.
@@ -284,8 +282,8 @@ impl Program {
         };
         let partial = place(work.rank);
         let mut sum = elements(0);
-        // SAFETY: the caller's. The place for partial results is nobody's elements; where this rank's own are those of
-        // the result, they are the same address and read before the last call writes.
+        // SAFETY: the caller's. The place for partial results holds no rank's elements. If this rank's own elements lie where the result goes, they
+        // have the same address and are read before the last call writes.
         unsafe {
             if let Some(first) = reduction.first {
                 first(partial, sum, elems, self.argument);

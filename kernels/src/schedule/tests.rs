@@ -36,7 +36,7 @@ fn work(function: Function, data_type: DataType, members: &[u32], at: usize, slo
         rank: members[at],
         ranks: ranks as u32,
         root: 0,
-        straight: crate::Straight::No,
+        zero_copy: crate::ZeroCopy::Off,
         pushes: false,
         connections: Connections::Ring {
             order: (0..ranks).map(|hop| members[(at + hop) % ranks]).collect(),

@@ -1,7 +1,7 @@
 //! What ranks tell each other of the memory that they show.
 
-use ringsight_kernels::cuda::layout::Shown;
-use ringsight_kernels::cuda::peers::SHOWN;
+use ringsight_kernels::ExportedBuffer;
+use ringsight_kernels::cuda::peer_memory::MAX_EXPORTS;
 
 use super::offer::Ticket;
 use crate::checks::wire::{self, Rest};
@@ -32,7 +32,7 @@ pub(super) enum Way {
 }
 
 impl Message {
-    pub(super) fn show(shown: &Shown, way: Way) -> Self {
+    pub(super) fn show(shown: &ExportedBuffer, way: Way) -> Self {
         let (number, generation) = (shown.number, shown.generation);
         Self::Show {
             number,
@@ -87,7 +87,7 @@ impl Message {
     pub(super) fn parse(bytes: &[u8]) -> Option<Self> {
         let (kind, mut rest) = wire::open(MAGIC, bytes)?;
         let (number, generation) = (rest.u32()?, rest.u32()?);
-        if number as usize >= SHOWN || generation == 0 {
+        if number as usize >= MAX_EXPORTS || generation == 0 {
             return None;
         }
         let way = match kind {
@@ -161,7 +161,7 @@ mod tests {
             assert_eq!(Message::parse(&bytes[..length]), None, "{length}");
         }
         let beyond = Message::TakeBack {
-            number: SHOWN as u32,
+            number: MAX_EXPORTS as u32,
             generation: 1,
         };
         assert_eq!(Message::parse(&beyond.encode()), None);

@@ -39,11 +39,8 @@ use std::{
 };
 
 use ringsight_kernels::{
-    cuda::{
-        layout::Shown,
-        peers::{SHOWN, mapped_offset, mapping_offset},
-    },
-    launch::Peers,
+    ExportedBuffer, PeerMemory,
+    cuda::peer_memory::{MAX_EXPORTS, imported_by_offset, imported_offset},
 };
 
 use self::{
@@ -119,7 +116,13 @@ impl Table {
 
     /// What a buffer is in, shown to all who are to map it; `None` if it cannot be, or there are too many, or it has not been and is not to
     /// be.
-    fn show(&self, device: &dyn Device, address: usize, bytes: usize, may_be_new: bool) -> Option<Shown> {
+    fn show(
+        &self,
+        device: &dyn Device,
+        address: usize,
+        bytes: usize,
+        may_be_new: bool,
+    ) -> Option<ExportedBuffer> {
         let Some(allocation) = device.allocation(address, bytes, self.device) else {
             return self.shown_pieces(device, &lock(&self.own), address, bytes);
         };
@@ -143,7 +146,13 @@ impl Table {
     }
 
     /// What a buffer is in of what was shown by pieces.
-    fn shown_pieces(&self, device: &dyn Device, own: &Own, address: usize, bytes: usize) -> Option<Shown> {
+    fn shown_pieces(
+        &self,
+        device: &dyn Device,
+        own: &Own,
+        address: usize,
+        bytes: usize,
+    ) -> Option<ExportedBuffer> {
         let holds = |entry: &Option<Entry>| {
             entry
                 .as_ref()
@@ -204,7 +213,7 @@ impl Table {
     }
 
     /// Enters it under a number that is free, and tells the others.
-    fn enter(&self, own: &mut Own, number: usize, entry: Entry, way: Way) -> Option<Shown> {
+    fn enter(&self, own: &mut Own, number: usize, entry: Entry, way: Way) -> Option<ExportedBuffer> {
         own.entries[number] = Some(entry);
         // Never 0, which says that nothing was shown.
         own.generations[number] = own.generations[number].wrapping_add(1).max(1);
@@ -259,7 +268,7 @@ impl Table {
 
     /// Where it stands with another rank which generation of what that has shown this one has mapped.
     fn mapped_at(&self, from: u32, number: u32) -> u64 {
-        let offset = mapped_offset(self.bases.len(), self.rank, number);
+        let offset = imported_by_offset(self.bases.len(), self.rank, number);
         self.bases[from as usize] + offset as u64
     }
 
@@ -285,7 +294,7 @@ impl Table {
         bytes.extend(u64::from(generation).to_le_bytes());
         // Where it is before that it is: each call returns when that is done.
         device.write_share(
-            self.bases[self.rank as usize] + mapping_offset(ranks, from, number) as u64,
+            self.bases[self.rank as usize] + imported_offset(ranks, from, number) as u64,
             &bytes,
         )?;
         let memory = MappedMemory::new(generation, base, memory);
@@ -380,7 +389,7 @@ impl Maps {
     /// No thread could be had.
     pub(super) fn new(
         device: i32,
-        peers: &Peers,
+        peers: &PeerMemory,
         near: Vec<i32>,
         mapped: &Arc<Mapped>,
         post: Post,
@@ -397,8 +406,8 @@ impl Maps {
             of_captured: crate::env::switch("NCCL_GRAPH_REGISTER", true),
             of_all: crate::env::switch("RINGSIGHT_MAP_BUFFERS", false),
             own: Mutex::new(Own {
-                entries: vec![None; SHOWN],
-                generations: vec![0; SHOWN],
+                entries: vec![None; MAX_EXPORTS],
+                generations: vec![0; MAX_EXPORTS],
                 by_id: HashMap::new(),
                 was_full: false,
             }),
@@ -430,7 +439,7 @@ impl Maps {
         device: &dyn Device,
         (address, bytes): (usize, usize),
         captured: bool,
-    ) -> Option<Shown> {
+    ) -> Option<ExportedBuffer> {
         let may_be_new = self.table.of_all || captured && self.table.of_captured;
         self.table.show(device, address, bytes, may_be_new)
     }

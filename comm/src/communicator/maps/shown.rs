@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, ops::Range, sync::Arc};
 
-use ringsight_kernels::cuda::{layout::Shown, peers::SHOWN};
+use ringsight_kernels::{ExportedBuffer, cuda::peer_memory::MAX_EXPORTS};
 
 use super::stays_closed;
 use crate::device::{Device, Piece};
@@ -81,14 +81,14 @@ impl Own {
         if place.is_none() && !std::mem::replace(&mut self.was_full, true) {
             stays_closed(
                 start,
-                &format_args!("{SHOWN} others are open already (which is said once)"),
+                &format_args!("{MAX_EXPORTS} others are open already (which is said once)"),
             );
         }
         place
     }
 
-    pub(super) fn shown(&self, number: usize) -> Option<Shown> {
-        Some(Shown {
+    pub(super) fn shown(&self, number: usize) -> Option<ExportedBuffer> {
+        Some(ExportedBuffer {
             start: self.entries[number].as_ref()?.start() as u64,
             generation: self.generations[number],
             number: number as u32,

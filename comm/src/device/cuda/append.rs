@@ -9,7 +9,7 @@ use std::{
 };
 
 use cudarc::driver::sys::{CUfunction, CUstream};
-use ringsight_kernels::cuda::append::JOURNAL_WORDS;
+use ringsight_kernels::cuda::journal::JOURNAL_WORDS;
 
 use super::{driver::Kernel, gpu::Memory};
 use crate::{
@@ -53,7 +53,7 @@ pub(super) fn journal() -> Result<Journal> {
     Ok(Journal::new(Words(Some(list))))
 }
 
-/// Appends a word in stream order, by [`ringsight_kernels::cuda::append::APPEND_KERNEL`].
+/// Appends a word in stream order, by [`ringsight_kernels::cuda::journal::APPEND_KERNEL`].
 pub(super) fn append(kernel: CUfunction, stream: CUstream, journal: &Journal, word: u64) -> Result<()> {
     // The GPU reaches it at the host's address.
     let mut list = journal.words().as_ptr() as u64;

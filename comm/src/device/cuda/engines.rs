@@ -1,4 +1,4 @@
-//! Copies by copy engines, between the two kernels of a launch ([`ringsight_kernels::cuda::gates`]).
+//! Copies by copy engines, between the two kernels of a launch ([`ringsight_kernels::cuda::copy_engine`]).
 //!
 //! Those to other GPUs come one after another: one alone fills a GPU's link, and three side by side among four GPUs had 60 % of it
 //! (docs/decisions/0005-copy-engines.md). What stays on this GPU goes over no link, and is queued beside them. An eager copy of that is forked
@@ -7,7 +7,7 @@
 //! operation waits for this one. A captured one is a node beside the others, with no other stream: one that has joined a capture stays in it
 //! until that ends.
 //!
-//! Of a reduction the kernels that reduce are in the caller's stream, and copies to other GPUs beside them ([`ringsight_kernels::cuda::pieces`]).
+//! Of a reduction the kernels that reduce are in the caller's stream, and copies to other GPUs beside them ([`ringsight_kernels::cuda::tiles`]).
 //!
 //! All is queued by the call that launches the kernels, in sequence. Between them nobody else need call the driver.
 
@@ -18,8 +18,8 @@ use ringsight_kernels::{
     Connections, Launch,
     cuda::{
         Head, PeerLaunch,
-        gates::{Between, Copy},
-        pieces::Pieces,
+        copy_engine::{CopyPhase, Transfer},
+        tiles::Tiles,
     },
 };
 
@@ -90,7 +90,7 @@ impl Engines {
 ///
 /// # Safety
 /// They are of memory that is there until the stream has come behind them.
-unsafe fn copy(stream: CUstream, copies: &[Copy]) -> Result<()> {
+unsafe fn copy(stream: CUstream, copies: &[Transfer]) -> Result<()> {
     let mut copies = copies.iter().filter(|copy| copy.bytes > 0);
     // SAFETY: the caller's. Addresses say which memory they are of, also of other GPUs and processes.
     copies
@@ -154,7 +154,7 @@ impl<'a> Rows<'a> {
         }
     }
 
-    fn copy(&mut self, row: Row, copies: &[Copy]) -> Result<()> {
+    fn copy(&mut self, row: Row, copies: &[Transfer]) -> Result<()> {
         // SAFETY: buffers of the caller's operation, and of the other ranks' in the window, and memory beside it that the launch holds: they stay until
         // the operation has ended on all ranks; of what is captured the caller keeps them.
         self.queue(row, |stream| unsafe { copy(stream, copies) })
@@ -209,25 +209,25 @@ impl<'a> Rows<'a> {
 
 impl Gpu {
     /// Queues what comes behind the first kernel of a launch, which has been launched, and its second one.
-    pub(super) fn launch_between(
+    pub(super) fn launch_copies(
         &self,
         stream: CUstream,
         launch: &mut PeerLaunch,
         head: Head,
-        between: &Between,
+        copy_phase: &CopyPhase,
         engines: &Engines,
         captured: bool,
     ) -> Result<()> {
-        let done = match between {
+        let done = match copy_phase {
             // All in the stream: what is beside it would take calls of the driver, and the GPU's time.
             // SAFETY: as in `Rows::copy`.
-            Between::Copies(copies) if copies.own.is_none() => unsafe { copy(stream, copies.others()) },
+            CopyPhase::Copies(copies) if copies.own.is_none() => unsafe { copy(stream, copies.others()) },
             _ => Rows::new(engines, stream, captured).and_then(|mut rows| {
-                let done = match between {
-                    Between::Copies(copies) => rows
+                let done = match copy_phase {
+                    CopyPhase::Copies(copies) => rows
                         .copy(Row::Beside, copies.own.as_slice())
                         .and_then(|()| rows.copy(Row::Stream, copies.others())),
-                    Between::Pieces(pieces) => self.reduce(&mut rows, pieces, head),
+                    CopyPhase::Tiles(tiles) => self.reduce(&mut rows, tiles, head),
                 };
                 // What has been queued is waited for, whatever has become of the rest.
                 let joined = rows.join();
@@ -236,7 +236,7 @@ impl Gpu {
         };
         if done.is_err() {
             // The first kernel runs: the second one has to end what that has begun. The other ranks wait for this one, which has failed.
-            launch.arguments.give_up();
+            launch.arguments.set_copies_failed();
         }
         let end = Kernel {
             function: self.peer_kernels[launch.kernel + 1],
@@ -248,8 +248,8 @@ impl Gpu {
         done.and(ended)
     }
 
-    /// Queues the copies of a reduction and the kernels that reduce, in the order of [`ringsight_kernels::cuda::pieces`].
-    fn reduce(&self, rows: &mut Rows, pieces: &Pieces, head: Head) -> Result<()> {
+    /// Queues the copies of a reduction and the kernels that reduce, in the order of [`ringsight_kernels::cuda::tiles`].
+    fn reduce(&self, rows: &mut Rows, tiles: &Tiles, head: Head) -> Result<()> {
         let run = |rows: &mut Rows, row, mut launch: PeerLaunch| {
             launch.arguments.report_to(head);
             let kernel = self.peer_kernel(&launch);
@@ -259,30 +259,30 @@ impl Gpu {
             })
         };
         let push = |rows: &mut Rows, number| {
-            rows.copy(Row::Beside, pieces.pushes(number).others())?;
+            rows.copy(Row::Beside, tiles.pushes(number).others())?;
             rows.mark(Row::Beside)
         };
         let mut pushed = [Some(push(rows, 0)?), Some(push(rows, 1)?)];
-        for number in 0..pieces.count() {
+        for number in 0..tiles.count() {
             let here = pushed[number % 2].take();
             let here = here.ok_or_else(|| DeviceError::InvalidUsage("a piece that is not copied".into()))?;
             rows.wait(Row::Stream, here)?;
-            run(rows, Row::Stream, pieces.arrival(number))?;
-            let copies_more = number > 0 && number + 1 < pieces.count();
+            run(rows, Row::Stream, tiles.arrival(number))?;
+            let copies_more = number > 0 && number + 1 < tiles.count();
             if copies_more {
                 // One meeting comes after the other.
                 let arrived = rows.mark(Row::Stream)?;
                 rows.wait(Row::Beside, arrived)?;
             }
-            run(rows, Row::Stream, pieces.launch(number))?;
-            rows.copy(Row::Stream, pieces.settles(number).as_slice())?;
+            run(rows, Row::Stream, tiles.reduce(number))?;
+            rows.copy(Row::Stream, tiles.result_copy(number).as_slice())?;
             let reduced = rows.mark(Row::Stream)?;
             if copies_more {
-                run(rows, Row::Beside, pieces.room(number + 1))?;
+                run(rows, Row::Beside, tiles.room(number + 1))?;
                 pushed[(number + 1) % 2] = Some(push(rows, number + 1)?);
             }
             rows.wait(Row::Beside, reduced)?;
-            rows.copy(Row::Beside, pieces.gathers(number).others())?;
+            rows.copy(Row::Beside, tiles.gathers(number).others())?;
         }
         Ok(())
     }
@@ -292,7 +292,7 @@ impl Gpu {
 pub(super) fn of(launch: &Launch) -> Result<Arc<Engines>> {
     let mut works = launch.channels.iter().flat_map(|channel| &channel.work);
     let found = works.find_map(|work| match &work.connections {
-        Connections::Engines { window, .. } => window.engines.clone().downcast().ok(),
+        Connections::CopyEngine { window, .. } => window.copy_engine.clone().downcast().ok(),
         _ => None,
     });
     found.ok_or_else(|| {

@@ -108,7 +108,11 @@ impl Gpu {
         mut how: How,
     ) -> Result<End> {
         let captured = how.is_captured();
-        let engines = peers.between.as_ref().map(|_| engines::of(&launch)).transpose()?;
+        let engines = peers
+            .copy_phase
+            .as_ref()
+            .map(|_| engines::of(&launch))
+            .transpose()?;
         let head = self.enter(launch, captured, None)?;
         peers.arguments.report_to(head);
         let kernel = Kernel {
@@ -127,10 +131,10 @@ impl Gpu {
         }
         .inspect_err(|_| self.launches.forget(head.launch))?;
         how.has_launched(head.launch);
-        let Some((between, engines)) = peers.between.take().zip(engines) else {
+        let Some((copy_phase, engines)) = peers.copy_phase.take().zip(engines) else {
             return Ok(end);
         };
-        self.launch_between(stream, peers, head, &between, &engines, captured)?;
+        self.launch_copies(stream, peers, head, &copy_phase, &engines, captured)?;
         Ok(End::Marked)
     }
 
@@ -159,7 +163,7 @@ impl Gpu {
         let kernel = Kernel {
             function: self.channels[usize::from(program.reduces())],
             blocks: program.blocks(),
-            threads: cuda::THREADS,
+            threads: cuda::CHANNEL_THREADS,
             shared_bytes,
             overlaps: false,
         };

@@ -36,7 +36,7 @@ use std::{
 use cudarc::driver::sys::{self, CUcontext, CUevent, CUgraph, CUgraphExec, CUresult, CUstreamCaptureMode};
 use ringsight_kernels::{
     Launch,
-    cuda::{GATE_THREADS, MESSAGES_THREADS, THREADS, exchange_threads, one_shot_threads},
+    cuda::{CHANNEL_THREADS, COPY_ENGINE_THREADS, MESSAGES_THREADS, collective_threads, one_shot_threads},
 };
 use ringsight_records::{Algorithm, Function};
 
@@ -137,13 +137,13 @@ impl Device for CudaDevice {
     fn warps(&self, task: &Task, ranks: u32) -> u8 {
         let Method { algorithm, path, .. } = task.method;
         let threads = match (task.request.function, algorithm) {
-            _ if path == DataPath::Fifo => THREADS,
-            _ if path == DataPath::CopyEngine => GATE_THREADS,
+            _ if path == DataPath::Fifo => CHANNEL_THREADS,
+            _ if path == DataPath::CopyEngine => COPY_ENGINE_THREADS,
             (Function::Send | Function::Recv, _) => MESSAGES_THREADS,
             (_, Algorithm::OneShot) => one_shot_threads(task.info.bytes as usize),
             (function, algorithm) => {
                 let pushes = path == DataPath::Push;
-                exchange_threads(function, algorithm, ranks as usize, path.is_zero_copy(), pushes)
+                collective_threads(function, algorithm, ranks as usize, path.is_zero_copy(), pushes)
             }
         };
         // 1024 threads are the most that a block has.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ringsight_kernels::{
     Launch, Observer, When,
-    cuda::{Event, EventKind, TELLS},
+    cuda::{Event, EventKind, HAS_EVENTS},
 };
 use smallvec::SmallVec;
 
@@ -59,7 +59,7 @@ impl Telling {
     pub(super) fn new(launch: &Launch, captured: bool) -> Self {
         let mut told: SmallVec<[Told; 1]> = SmallVec::new();
         for channel in &launch.channels {
-            for work in channel.work.iter().filter(|work| !work.only_shows_tag()) {
+            for work in channel.work.iter().filter(|work| !work.is_tag_only()) {
                 if !told
                     .iter()
                     .any(|told| (told.op, told.channel) == (work.op, channel.channel))
@@ -167,7 +167,7 @@ impl Telling {
             // An abort word stays set: who gave up may have been not the last one alone.
             let last = self.finished.wrapping_add(1) == over.runs;
             let gave_up = over.last_gave_up && (last || !self.is_told());
-            let may_come = TELLS && !self.is_told() && !(last && over.last_gave_up);
+            let may_come = HAS_EVENTS && !self.is_told() && !(last && over.last_gave_up);
             if waits && may_come && observe::now_ns().saturating_sub(over.since_ns) < LATE_NS {
                 break;
             }
@@ -213,7 +213,7 @@ fn is_before(one: u32, other: u32) -> bool {
 mod tests {
     use std::sync::Mutex;
 
-    use ringsight_kernels::{ChannelWork, Connections, Scalar, Straight, Work};
+    use ringsight_kernels::{ChannelWork, Connections, Scalar, Work, ZeroCopy};
     use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
     use super::*;
@@ -286,7 +286,7 @@ mod tests {
             ranks: 1,
             root: 0,
             connections: Connections::Local,
-            straight: Straight::No,
+            zero_copy: ZeroCopy::Off,
             pushes: false,
         };
         let launch = Launch {

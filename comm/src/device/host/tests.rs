@@ -7,7 +7,7 @@ use std::sync::{
     atomic::{AtomicU32, AtomicUsize, Ordering},
 };
 
-use ringsight_kernels::{AbortWord, ChannelWork, Connections, Fifo, Observer, Scalar, Straight, When, Work};
+use ringsight_kernels::{AbortWord, ChannelWork, Connections, Fifo, Observer, Scalar, When, Work, ZeroCopy};
 use ringsight_records::{DataType, Function, ReduceOp};
 
 use super::*;
@@ -231,7 +231,7 @@ fn message(function: Function, wire: &Arc<Fifo>, buffer: usize, observer: Arc<To
         ranks: 2,
         root: 0,
         connections,
-        straight: Straight::No,
+        zero_copy: ZeroCopy::Off,
         pushes: false,
     };
     let channels = vec![ChannelWork {

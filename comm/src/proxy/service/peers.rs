@@ -78,7 +78,7 @@ impl Service {
                         && let Some(fifo) = &connection.fifo
                     {
                         // Before the rank hears of it, and launches a kernel that fills them.
-                        fifo.place(slots.address());
+                        fifo.set_slots_address(slots.address());
                     }
                     connection.rdma = rdma.as_ref().map(|connected| connected.port);
                     let reply = Reply::Connect {

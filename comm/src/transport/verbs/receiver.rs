@@ -313,7 +313,7 @@ impl Unconfirmed {
     pub(crate) fn into_receiver(self) -> Receiver {
         if let Some(slots) = &self.receiver.direct {
             // Before the first of them is posted.
-            self.receiver.fifo.place(slots.address());
+            self.receiver.fifo.set_slots_address(slots.address());
         }
         self.receiver
     }

@@ -3,7 +3,7 @@
 use std::{ops::Range, sync::Arc, thread};
 
 use ringsight_kernels::{
-    ChannelWork, Connections, Fifo, Launch, Scalar, Straight, Work, schedule::divisible,
+    ChannelWork, Connections, Fifo, Launch, Scalar, Work, ZeroCopy, schedule::divisible,
 };
 use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
@@ -131,7 +131,7 @@ fn collective(case: Case) -> Vec<Vec<i32>> {
                             ranks: ranks as u32,
                             root: root as u32,
                             connections,
-                            straight: Straight::No,
+                            zero_copy: ZeroCopy::Off,
                             pushes: false,
                         };
                         work.check().unwrap();
@@ -352,7 +352,7 @@ fn same_float_bits(algorithm: Algorithm, count: usize, channels: usize, slot_byt
                             ranks,
                             root: 0,
                             connections,
-                            straight: Straight::No,
+                            zero_copy: ZeroCopy::Off,
                             pushes: false,
                         }],
                     })

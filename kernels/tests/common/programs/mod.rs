@@ -14,7 +14,7 @@ use std::{
 };
 
 use ringsight_kernels::{
-    Connections, Fifo, Observer, Scalar, Straight, When, Work,
+    Connections, Fifo, Observer, Scalar, When, Work, ZeroCopy,
     fifo::{PRODUCER_BYTES, SLOTS},
 };
 use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
@@ -56,8 +56,8 @@ pub(crate) fn fifo(slot_bytes: usize) -> Arc<Fifo> {
             return Arc::new(fifo);
         }
         let slots = Heap::new(SLOTS * slot_bytes);
-        fifo.place(slots.0.expose_provenance() as u64);
-        return Arc::new(fifo.placed(Arc::new(slots)));
+        fifo.set_slots_address(slots.0.expose_provenance() as u64);
+        return Arc::new(fifo.with_indirect_slots(Arc::new(slots)));
     }
     let producer = Heap::new(PRODUCER_BYTES);
     let halves = (whole.0, producer.0);
@@ -137,7 +137,7 @@ pub(crate) fn p2p(
         ranks: 4,
         root: 0,
         connections,
-        straight: Straight::No,
+        zero_copy: ZeroCopy::Off,
         pushes: false,
     }
 }

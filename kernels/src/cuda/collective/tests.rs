@@ -33,12 +33,12 @@ fn work(function: Function, count: usize, rank: u32, ranks: u32, root: u32) -> W
         rank,
         ranks,
         root,
-        straight: Straight::No,
+        zero_copy: ZeroCopy::Off,
         pushes: false,
-        connections: Connections::Peers(Arc::new(Peers {
+        connections: Connections::Peers(Arc::new(PeerMemory {
             rank,
             bases: vec![0; ranks as usize],
-            most_blocks: 64,
+            max_blocks: 64,
             foreign: 0,
             memory: Box::new(()),
         })),
@@ -46,7 +46,7 @@ fn work(function: Function, count: usize, rank: u32, ranks: u32, root: u32) -> W
 }
 
 #[test]
-fn what_a_kernel_is_made_for_goes_straight() {
+fn aligned_buffers_with_a_sum_kernel_are_zero_copy() {
     let all_reduce = |data_type, reduce_op, ranks| Work {
         data_type,
         reduce_op,
@@ -56,30 +56,30 @@ fn what_a_kernel_is_made_for_goes_straight() {
         for ranks in 2..=8 {
             for reduce_op in [ReduceOp::Sum, ReduceOp::Avg] {
                 let sum = all_reduce(data_type, reduce_op, ranks);
-                assert_eq!(can_go_straight(&sum), matches!(ranks, 2 | 4 | 8), "{ranks}");
+                assert_eq!(can_zero_copy(&sum), matches!(ranks, 2 | 4 | 8), "{ranks}");
             }
-            assert!(!can_go_straight(&all_reduce(data_type, ReduceOp::Max, ranks)));
+            assert!(!can_zero_copy(&all_reduce(data_type, ReduceOp::Max, ranks)));
         }
     }
     for reduce_op in [ReduceOp::Sum, ReduceOp::Avg] {
-        assert!(!can_go_straight(&all_reduce(DataType::Int32, reduce_op, 2)));
+        assert!(!can_zero_copy(&all_reduce(DataType::Int32, reduce_op, 2)));
     }
-    // Copies are of any type among any number.
+    // Copies work for any type and number of ranks.
     let mut gather = work(Function::AllGather, 3, 0, 7, 0);
     gather.count = 4;
-    assert!(can_go_straight(&gather));
+    assert!(can_zero_copy(&gather));
     gather.recv += 8;
     assert!(
-        !can_go_straight(&gather),
+        !can_zero_copy(&gather),
         "a buffer that does not begin at 16 bytes"
     );
 }
 
 #[test]
-fn what_is_short_or_waits_anyhow_gains_by_a_graph() {
+fn short_or_waiting_launches_gain_by_a_graph() {
     let gains = |work: Work, overlaps| launch_of(work).gains_by_graph(overlaps);
     for ranks in [2, 4] {
-        // In one shot, and each rank a part of it.
+        // One-shot, then two-shot.
         for algorithm in [Algorithm::OneShot, Algorithm::TwoShot] {
             let of = |count| Work {
                 algorithm,
@@ -95,13 +95,13 @@ fn what_is_short_or_waits_anyhow_gains_by_a_graph() {
     }
 }
 
-/// The same where so many blocks of a kernel run side by side.
-fn on_device(most_blocks: u32, work: Work) -> Work {
+/// The same work on a device that runs `max_blocks` blocks side by side.
+fn on_device(max_blocks: u32, work: Work) -> Work {
     let peers = work.connections.peers().unwrap();
-    let connections = Connections::Peers(Arc::new(Peers {
+    let connections = Connections::Peers(Arc::new(PeerMemory {
         rank: peers.rank,
         bases: peers.bases.clone(),
-        most_blocks,
+        max_blocks,
         foreign: 0,
         memory: Box::new(()),
     }));
@@ -112,19 +112,19 @@ fn launch_of(work: Work) -> PeerLaunch {
     testing::launched(vec![work]).unwrap().unwrap()
 }
 
-fn launched(work: Work) -> (PeerLaunch, Exchange) {
+fn launched(work: Work) -> (PeerLaunch, Collective) {
     let launch = launch_of(work);
-    let PeerArguments::Exchange(arguments) = launch.arguments else {
+    let PeerArguments::Collective(arguments) = launch.arguments else {
         panic!("another kernel");
     };
     (launch, arguments)
 }
 
-/// All collectives among so many ranks, by all algorithms that these kernels have for them.
+/// All collectives among `ranks` ranks, with every algorithm that has a kernel.
 fn collectives(ranks: u32) -> impl Iterator<Item = (Function, Algorithm)> {
     let collectives = Function::ALL.iter().filter(|function| !function.is_p2p());
     collectives.flat_map(move |function| {
-        let two_shots = has_two_shots(*function, ranks as usize).then_some(Algorithm::TwoShot);
+        let two_shots = has_two_shot(*function, ranks as usize).then_some(Algorithm::TwoShot);
         let direct = (*function != Function::AllReduce).then_some(Algorithm::Direct);
         two_shots
             .into_iter()
@@ -134,44 +134,44 @@ fn collectives(ranks: u32) -> impl Iterator<Item = (Function, Algorithm)> {
 }
 
 proptest! {
-    // Ranks wait for each other: what one sends is what the other takes, and all take as many steps.
+    // Ranks wait for each other: what one sends, the other receives, and all take the same steps.
     #[test]
-    fn ranks_agree(count in 1_usize..600_000, ranks in 2_u32..=8, root in 0_u32..8, most_blocks in 1_u32..=140) {
+    fn ranks_agree(count in 1_usize..600_000, ranks in 2_u32..=8, root in 0_u32..8, max_blocks in 1_u32..=140) {
         let root = root % ranks;
         for (function, algorithm) in collectives(ranks) {
-            let work = |rank| on_device(most_blocks, Work { algorithm, ..work(function, count, rank, ranks, root) });
+            let work = |rank| on_device(max_blocks, Work { algorithm, ..work(function, count, rank, ranks, root) });
             let all: Vec<_> = (0..ranks).map(|rank| launched(work(rank))).collect();
-            let (first, steps) = (&all[0].0, (all[0].1.piece, all[0].1.chunk));
+            let (first, steps) = (&all[0].0, (all[0].1.longest_part, all[0].1.chunk));
             for (rank, (launch, one)) in all.iter().enumerate() {
                 prop_assert_eq!((launch.blocks, launch.threads), (first.blocks, first.threads));
-                prop_assert_eq!(launch.threads, exchange_threads(function, algorithm, ranks as usize, false, false));
-                prop_assert_eq!((one.piece, one.chunk), steps, "{}", function);
+                prop_assert_eq!(launch.threads, collective_threads(function, algorithm, ranks as usize, false, false));
+                prop_assert_eq!((one.longest_part, one.chunk), steps, "{}", function);
                 prop_assert!(one.chunk as usize <= chunk_rows(ranks as usize) * ROW_BYTES && one.chunk > 0);
                 prop_assert!(launch.blocks as usize * (launch.threads as usize / 32 - 1) <= lanes(ranks as usize));
-                prop_assert!(launch.blocks <= most_blocks);
-                let straight = |pushes| launched(Work { straight: Straight::Closed, pushes, ..work(rank as u32) });
+                prop_assert!(launch.blocks <= max_blocks);
+                let zero_copy = |pushes| launched(Work { zero_copy: ZeroCopy::Unreachable, pushes, ..work(rank as u32) });
                 for pushes in [false, true] {
-                    let (launch, _) = straight(pushes);
-                    prop_assert_eq!(launch.threads, exchange_threads(function, algorithm, ranks as usize, true, pushes));
-                    prop_assert!(launch.blocks as usize <= STRAIGHT_BLOCKS && launch.blocks <= most_blocks);
+                    let (launch, _) = zero_copy(pushes);
+                    prop_assert_eq!(launch.threads, collective_threads(function, algorithm, ranks as usize, true, pushes));
+                    prop_assert!(launch.blocks as usize <= MAX_ZERO_COPY_BLOCKS && launch.blocks <= max_blocks);
                 }
-                let (launch, straight) = straight(true);
+                let (launch, zero_copy) = zero_copy(true);
                 prop_assert!(launch.blocks >= first.blocks);
-                let most = push_chunk(ranks as usize);
-                prop_assert!(straight.push as usize <= most && (straight.push > 0) == (most > 0));
-                prop_assert_eq!(straight.push, pushed(ranks as usize, straight.piece as usize, launch.blocks as usize));
-                // Whole rounds of a block's threads.
-                prop_assert_eq!(straight.push as usize * ranks as usize % (HALF_WARPS * 16 * 512), 0);
+                let most = max_push_chunk(ranks as usize);
+                prop_assert!(zero_copy.push_chunk as usize <= most && (zero_copy.push_chunk > 0) == (most > 0));
+                prop_assert_eq!(zero_copy.push_chunk, push_chunk(ranks as usize, zero_copy.longest_part as usize, launch.blocks as usize));
+                // A whole number of rounds of a block's threads.
+                prop_assert_eq!(zero_copy.push_chunk as usize * ranks as usize % (HALF_WARPS * 16 * 512), 0);
                 for (peer, (_, other)) in all.iter().enumerate().filter(|(peer, _)| *peer != rank) {
-                    // What is reduced, or passed on, is as long as the result of who does; the rest goes where it was to go.
-                    let expected = match (one.reduces, one.passes) {
+                    // A reduced or forwarded part is as long as its owner's result. Otherwise the receiver says how much it takes.
+                    let expected = match (one.reduces, one.forwards) {
                         (0, 1) if peer as u32 != root => 0,
                         (0, 0) => one.takes[peer],
                         _ => one.result_bytes,
                     };
                     prop_assert_eq!(other.sends[rank], expected, "{} from {} to {}", function, peer, rank);
-                    prop_assert!(other.sends[rank] <= one.piece);
-                    if one.passes == 1 {
+                    prop_assert!(other.sends[rank] <= one.longest_part);
+                    if one.forwards == 1 {
                         let is_root = rank as u32 == root;
                         let takes = match function {
                             Function::Broadcast => !is_root,
@@ -199,7 +199,7 @@ proptest! {
                     Function::Gather | Function::Reduce if rank != root => 0,
                     _ => bytes,
                 };
-                // What the root of a broadcast in parts sends it keeps; parts of a reduction with a root are stored there alone.
+                // The root of a two-shot Broadcast keeps what it sends. Parts of a two-shot Reduce are stored on the root only.
                 let keeps = |peer: usize| (one.from[peer] - one.own + one.result, one.sends[peer]);
                 let is_kept = one.root == rank && function == Function::Broadcast;
                 let own = if one.root != NO_ROOT && function == Function::Reduce { 0 } else { one.result_bytes };
@@ -221,7 +221,7 @@ proptest! {
 }
 
 #[test]
-fn what_is_called_most_has_kernels_of_its_own() {
+fn frequent_operations_have_specialised_kernels() {
     let name = |work: Work| {
         PeerLaunch::kernels()
             .nth(launched(work).0.kernel)
@@ -230,47 +230,47 @@ fn what_is_called_most_has_kernels_of_its_own() {
             .unwrap()
     };
     let all_reduce = |ranks| work(Function::AllReduce, 1 << 20, 0, ranks, 0);
-    assert_eq!(name(all_reduce(2)), "ringsight_lines_sum_f32_2");
-    assert_eq!(name(all_reduce(8)), "ringsight_lines_sum_f32_8");
-    assert_eq!(name(all_reduce(3)), "ringsight_lines_any");
+    assert_eq!(name(all_reduce(2)), "ringsight_ll128_sum_f32_2");
+    assert_eq!(name(all_reduce(8)), "ringsight_ll128_sum_f32_8");
+    assert_eq!(name(all_reduce(3)), "ringsight_ll128_any");
     let half = |data_type| Work {
         data_type,
         ..work(Function::ReduceScatter, 1 << 20, 0, 4, 0)
     };
-    assert_eq!(name(half(DataType::Float16)), "ringsight_lines_sum_f16_4");
-    assert_eq!(name(half(DataType::Bfloat16)), "ringsight_lines_sum_bf16_4");
-    assert_eq!(name(half(DataType::Int32)), "ringsight_lines_any");
-    // What may go straight has kernels whose code is longer.
-    let straight = |work| Work {
-        straight: Straight::Closed,
+    assert_eq!(name(half(DataType::Float16)), "ringsight_ll128_sum_f16_4");
+    assert_eq!(name(half(DataType::Bfloat16)), "ringsight_ll128_sum_bf16_4");
+    assert_eq!(name(half(DataType::Int32)), "ringsight_ll128_any");
+    // Kernels that may be zero-copy are named differently.
+    let zero_copy = |work| Work {
+        zero_copy: ZeroCopy::Unreachable,
         ..work
     };
     let gather = |ranks| work(Function::AllGather, 1 << 20, 0, ranks, 0);
-    assert_eq!(name(straight(all_reduce(4))), "ringsight_straight_sum_f32_4");
-    assert_eq!(name(straight(all_reduce(3))), "ringsight_straight_any");
-    assert_eq!(name(straight(gather(4))), "ringsight_straight_words");
-    assert_eq!(name(gather(4)), "ringsight_lines_words_4");
-    assert_eq!(name(gather(8)), "ringsight_lines_words_8");
-    assert_eq!(name(gather(3)), "ringsight_lines_words");
+    assert_eq!(name(zero_copy(all_reduce(4))), "ringsight_zero_copy_sum_f32_4");
+    assert_eq!(name(zero_copy(all_reduce(3))), "ringsight_zero_copy_any");
+    assert_eq!(name(zero_copy(gather(4))), "ringsight_zero_copy_words");
+    assert_eq!(name(gather(4)), "ringsight_ll128_words_4");
+    assert_eq!(name(gather(8)), "ringsight_ll128_words_8");
+    assert_eq!(name(gather(3)), "ringsight_ll128_words");
     // An odd number of elements ends within a word, and other ranks' blocks begin there.
     assert_eq!(
         name(work(Function::AllGather, 1 << 20, 0, 2, 0)),
-        "ringsight_lines_words"
+        "ringsight_ll128_words"
     );
     assert_eq!(
         name(work(Function::AllGather, 1001, 0, 2, 0)),
-        "ringsight_lines_elements"
+        "ringsight_ll128_elements"
     );
     let shifted = Work {
         send: SEND + 4,
         ..all_reduce(2)
     };
-    assert_eq!(name(shifted), "ringsight_lines_any");
+    assert_eq!(name(shifted), "ringsight_ll128_any");
 }
 
-/// A GPU stores no words elsewhere than where words begin.
+/// A GPU stores words only at aligned addresses.
 #[test]
-fn a_buffer_that_does_not_begin_at_words_is_gone_through_by_elements() {
+fn unaligned_buffers_are_moved_by_elements() {
     for (function, algorithm) in collectives(4) {
         for rank in 0..4 {
             let kernel = |send, recv| {

@@ -1,51 +1,19 @@
-//! Which works a device can run.
+//! Validation of works: which ones a device has a program for.
 
 use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
-use super::{Schedule, Steps, divisible};
 use crate::{
     cuda::{
-        exchange::{has_two_shots, reduces_straight},
-        peers::{MAX_PEERS, one_shot_bytes},
-        pieces::most_bytes,
+        collective::{has_sum_kernel, has_two_shot},
+        peer_memory::{MAX_PEERS, one_shot_bytes},
+        tiles::max_bytes,
     },
-    launch::{Connections, Peers, Scalar, Work},
+    launch::{Connections, PeerMemory, Scalar, Work, WorkError},
     reduce::Reduction,
+    schedule::divisible,
 };
 
-/// Why a [`Work`] cannot run.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct WorkError(pub String);
-
-impl std::fmt::Display for WorkError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for WorkError {}
-
 impl Work {
-    /// The exact number of FIFO slots that this channel's part of the operation posts and consumes: what the proxy
-    /// operations of the channel move. Both ends of a connection come to the same number.
-    #[must_use]
-    pub fn steps(&self) -> Steps {
-        Schedule::new(self).steps()
-    }
-
-    /// Whether it moves nothing and only shows its tag round a ring, for an operation that is made of sends and receives
-    /// ([module documentation](crate::schedule)). The observer is not told when such work starts and stops: the operation's own work
-    /// may be on other channels, or in a later launch.
-    #[must_use]
-    pub fn only_shows_tag(&self) -> bool {
-        matches!(self.connections, Connections::Ring { .. })
-            && matches!(
-                self.function,
-                Function::AlltoAll | Function::Gather | Function::Scatter
-            )
-            && self.part.is_empty()
-    }
-
     /// Whether a device program exists for this work and its parts fit together.
     ///
     /// # Errors
@@ -79,25 +47,25 @@ impl Work {
         match &self.connections {
             Connections::Local => {}
             Connections::Peers(peers) => self.check_peers(peers)?,
-            Connections::Engines { window, .. } => {
+            Connections::CopyEngine { window, .. } => {
                 self.check_peers(&window.peers)?;
-                let all = window.places.len() == self.ranks as usize;
+                let all = window.addresses.len() == self.ranks as usize;
                 let bytes = self.count * self.data_type.size();
-                // In so many pieces, each of whole words.
-                let has_pieces = |bytes: usize| {
-                    reduces_straight(self.reduce_op, self.data_type, self.ranks)
+                // The scratch memory limits the number of tiles, and a tile is made of whole words.
+                let fits_tiles = |bytes: usize| {
+                    has_sum_kernel(self.reduce_op, self.data_type, self.ranks)
                         && window.scratch.as_ref().is_some_and(|scratch| {
-                            bytes as u64 <= most_bytes(self.ranks as usize, scratch.piece_bytes)
+                            bytes as u64 <= max_bytes(self.ranks as usize, scratch.tile_bytes)
                         })
                 };
                 let can = match (self.function, self.algorithm) {
                     (Function::AllGather | Function::AlltoAll, _) => true,
                     (Function::AllReduce, Algorithm::TwoShot) => {
-                        has_pieces(bytes) && self.recv.is_multiple_of(16)
+                        fits_tiles(bytes) && self.recv.is_multiple_of(16)
                     }
                     (Function::ReduceScatter, Algorithm::Direct) => {
                         let all = bytes.saturating_mul(self.ranks as usize);
-                        has_pieces(all) && self.send.is_multiple_of(16) && bytes.is_multiple_of(16)
+                        fits_tiles(all) && self.send.is_multiple_of(16) && bytes.is_multiple_of(16)
                     }
                     _ => false,
                 };
@@ -130,7 +98,7 @@ impl Work {
                     self.function,
                     AllReduce | AllGather | ReduceScatter | Broadcast | Reduce
                 );
-                if !moves_data && !self.only_shows_tag() {
+                if !moves_data && !self.is_tag_only() {
                     return fail("no ring program; it is made of sends and receives".into());
                 }
                 if prev.slot_bytes() != next.slot_bytes() {
@@ -170,8 +138,8 @@ impl Work {
         Ok(())
     }
 
-    /// A kernel among peers does all of an operation.
-    fn check_peers(&self, peers: &Peers) -> Result<(), WorkError> {
+    /// The part of [`Work::check`] for peer memory, where one kernel does all of an operation.
+    fn check_peers(&self, peers: &PeerMemory) -> Result<(), WorkError> {
         let fail = |why: String| Err(WorkError(format!("op {} ({}): {why}", self.op, self.function)));
         let ranks = self.ranks as usize;
         if !(2..=MAX_PEERS).contains(&ranks) || peers.bases.len() != ranks || self.rank >= self.ranks {
@@ -189,7 +157,7 @@ impl Work {
         }
         match self.algorithm {
             Algorithm::OneShot => self.check_one_shot(one_shot_bytes(ranks)),
-            Algorithm::TwoShot if !has_two_shots(self.function, ranks) => {
+            Algorithm::TwoShot if !has_two_shot(self.function, ranks) => {
                 fail(format!("no two_shot program among {ranks} ranks"))
             }
             Algorithm::Direct if self.function.is_p2p() && self.root == self.rank => {

@@ -1,116 +1,119 @@
-//! Collectives by copy engines: what copies where, between the kernels of `cuda/gates.cuh`.
+//! Collectives by copy engines (CE): what is copied where, between the kernels of `cuda/copy_engine.cuh`.
+//!
+//! An *entry* kernel of one block returns when all ranks have begun the operation. Copies into the other ranks' windows follow. An *exit*
+//! kernel returns when all ranks' copies are done. A reduction ([`super::tiles`]) has *barrier* kernels and reducing kernels in between.
 
 use std::ffi::CStr;
 
 use super::{
-    exchange::parts,
-    layout::{Gate, PeerCall},
-    peer_launch::{PeerArguments, PeerLaunch, SERVICE},
-    peers::MAX_PEERS,
-    pieces::Pieces,
+    collective::parts,
+    layout::{CopyEngineCall, PeerCall},
+    peer_launch::{PeerArguments, PeerLaunch, SERVICE_THREADS},
+    peer_memory::MAX_PEERS,
+    tiles::Tiles,
 };
 use crate::launch::{Window, Work};
 
-/// Names of the kernels, by their numbers: `RINGSIGHT_GATES` in `cuda/gates.cuh`. The first one comes before the copies, the second one behind
-/// them, and the third one between them.
+/// Names of the kernels by number (`RINGSIGHT_COPY_ENGINE_KERNELS` in `cuda/copy_engine.cuh`): entry, exit, barrier.
 pub const KERNELS: [&CStr; 3] = [
-    c"ringsight_gate_begin",
-    c"ringsight_gate_end",
-    c"ringsight_gate_meet",
+    c"ringsight_ce_entry",
+    c"ringsight_ce_exit",
+    c"ringsight_ce_barrier",
 ];
 
-/// Threads of the one block of each: those that serve.
-pub const GATE_THREADS: u32 = SERVICE;
+/// Threads of these kernels' one block: the service warp.
+pub const COPY_ENGINE_THREADS: u32 = SERVICE_THREADS;
 
-/// Bytes that a copy engine moves.
+/// One copy by a copy engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Copy {
-    /// Where to, as this rank's device knows it.
+pub struct Transfer {
+    /// Destination, as this rank's device addresses it.
     pub to: u64,
-    /// Where from: this rank's send buffer.
+    /// Source on this rank.
     pub from: u64,
-    /// How many.
+    /// Length in bytes.
     pub bytes: u64,
 }
 
-/// What copy engines and kernels do between the two gates.
+/// What runs between the entry and the exit kernel.
 #[derive(Clone, Debug)]
 #[expect(
     clippy::large_enum_variant,
-    reason = "on the stack of the call that launches it: what is short shall not allocate, and copies may be"
+    reason = "it lives on the stack of the launching call; the frequent variant must not allocate"
 )]
-pub enum Between {
-    /// Nothing but copies.
+pub enum CopyPhase {
+    /// Only copies.
     Copies(Copies),
-    /// A reduction, of at least some megabytes.
-    Pieces(Box<Pieces>),
+    /// A reduction by tiles.
+    Tiles(Box<Tiles>),
 }
 
-/// The copies of one collective, or of one piece of it.
+/// The copies of one collective, or of one tile.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Copies {
-    others: [Copy; MAX_PEERS],
+    others: [Transfer; MAX_PEERS],
     count: usize,
-    /// What stays here, if it does not stand in its place already.
-    pub own: Option<Copy>,
+    /// The copy of this rank's own contribution to its receive buffer; `None` if it is in place.
+    pub own: Option<Transfer>,
 }
 
 impl Copies {
-    /// One to each other rank, beginning with the next one so that not all write to the same rank at a time.
+    /// One copy to each other rank, beginning with the next rank, so that not all ranks write to one rank at a time.
     #[must_use]
-    pub fn others(&self) -> &[Copy] {
+    pub fn others(&self) -> &[Transfer] {
         &self.others[..self.count]
     }
 
-    pub(super) fn push(&mut self, copy: Copy) {
+    pub(super) fn push(&mut self, copy: Transfer) {
         self.others[self.count] = copy;
         self.count += 1;
     }
 }
 
-/// The launch of a collective of whose buffers one begins at byte `offset` of a window, but for where it reports to; `None` if it reduces what no kernel does.
+/// The launch of a collective whose buffer begins at byte `offset` of a window. The caller sets where it reports to. `None` if no kernel
+/// does its reduction.
 pub(super) fn launch(work: &Work, call: PeerCall, window: &Window, offset: u64) -> Option<PeerLaunch> {
-    let between = if work.function.reduces() {
-        Between::Pieces(Box::new(Pieces::new(work, call, window, offset)?))
+    let copy_phase = if work.function.reduces() {
+        CopyPhase::Tiles(Box::new(Tiles::new(work, call, window, offset)?))
     } else {
-        Between::Copies(copies(work, call, &window.places, offset))
+        CopyPhase::Copies(copies(work, call, &window.addresses, offset))
     };
     Some(PeerLaunch {
-        between: Some(between),
-        ..gate(call, 0, 0)
+        copy_phase: Some(copy_phase),
+        ..kernel_launch(call, 0, 0)
     })
 }
 
-/// The launch of one of the kernels; `meeting`: of one between copies, which.
-pub(super) fn gate(call: PeerCall, kernel: usize, meeting: u32) -> PeerLaunch {
+/// The launch of kernel number `kernel` of [`KERNELS`]. `barrier`: which barrier of the operation, for a barrier kernel.
+pub(super) fn kernel_launch(call: PeerCall, kernel: usize, barrier: u32) -> PeerLaunch {
     PeerLaunch {
-        arguments: PeerArguments::Gate(Gate {
+        arguments: PeerArguments::CopyEngine(CopyEngineCall {
             call,
-            gives_up: 0,
-            meeting,
+            copies_failed: 0,
+            barrier,
         }),
         kernel,
         blocks: 1,
-        threads: GATE_THREADS,
-        between: None,
+        threads: COPY_ENGINE_THREADS,
+        copy_phase: None,
     }
 }
 
-/// What goes where if nothing is reduced.
-fn copies(work: &Work, call: PeerCall, places: &[u64], offset: u64) -> Copies {
+/// The copies of a collective that reduces nothing.
+fn copies(work: &Work, call: PeerCall, addresses: &[u64], offset: u64) -> Copies {
     let arguments = parts(work, call);
     let (ranks, me) = (work.ranks as usize, work.rank as usize);
     let mut copies = Copies::default();
     for rank in (1..ranks).map(|hop| (me + hop) % ranks) {
-        // A receive buffer has a block of each rank.
+        // A receive buffer has one block per rank.
         let bytes = arguments.sends[rank];
-        copies.push(Copy {
-            to: places[rank] + offset + bytes * me as u64,
+        copies.push(Transfer {
+            to: addresses[rank] + offset + bytes * me as u64,
             from: arguments.from[rank],
             bytes,
         });
     }
-    copies.own = (arguments.own != arguments.result).then_some(Copy {
+    copies.own = (arguments.own != arguments.result).then_some(Transfer {
         to: arguments.result,
         from: arguments.own,
         bytes: arguments.result_bytes,
@@ -153,8 +156,8 @@ mod tests {
                 let name = PeerLaunch::kernels().nth(launch.kernel).unwrap();
                 assert_eq!((name, launch.blocks, launch.threads), (KERNELS[0], 1, 32));
                 assert_eq!(PeerLaunch::kernels().nth(launch.kernel + 1).unwrap(), KERNELS[1]);
-                let Some(Between::Copies(copies)) = launch.between else {
-                    panic!("{:?}", launch.between)
+                let Some(CopyPhase::Copies(copies)) = launch.copy_phase else {
+                    panic!("{:?}", launch.copy_phase)
                 };
                 assert_eq!(copies.others().len() as u32, ranks - 1);
                 assert_eq!(copies.own.is_none(), in_place);
@@ -184,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn what_engines_cannot_do_is_refused() {
+    fn unsupported_operations_are_refused() {
         let gather = || work(Function::AllGather, 0, 2, 8, false);
         assert!(launched(vec![gather(), gather()]).is_err(), "two in a launch");
         let reduce = Work {
