@@ -141,9 +141,7 @@ pub fn read_tempo(body: &str) -> Result<Vec<Span>> {
                 .flatten()
                 {
                     if !matches!(id.len(), 16 | 32) || !id.bytes().all(|byte| byte.is_ascii_hexdigit()) {
-                        *id = ringsight_testbed::demo::hex(
-                            &base64(id).with_context(|| format!("{id} is no id"))?,
-                        );
+                        *id = hex::encode(&base64(id).with_context(|| format!("{id} is no id"))?);
                     }
                 }
                 spans.push(span);

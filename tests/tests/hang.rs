@@ -207,7 +207,7 @@ fn block(record: &LogRecord, body: &str) -> Result<()> {
 }
 
 fn hex(bytes: &[u8]) -> String {
-    ringsight_testbed::demo::hex(bytes)
+    hex::encode(bytes)
 }
 
 #[test]

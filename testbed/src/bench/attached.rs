@@ -4,9 +4,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-use super::{Goal, Row, median};
+use super::{Goal, Row};
 use crate::{
     demo::{collector::Collector, job::Job, truth::Configuration},
+    stats::median,
     workspace::Artifacts,
 };
 
@@ -72,40 +73,17 @@ pub fn measure(artifacts: &Artifacts, pairs: u32) -> Result<Vec<Row>> {
         ratios.len(),
         WINDOW.as_millis()
     );
-    let row = |name: &str, values: Vec<f64>, unit, goal, note: String| -> Result<Row> {
-        let median = median(values).context("no windows")?;
-        Ok(Row {
-            name: name.to_owned(),
-            median,
-            min: None,
-            unit,
-            goal,
-            note,
-        })
+    let row = |name: &str, values: Vec<f64>, unit| -> Result<Row> {
+        Ok(Row::new(name, median(values).context("no windows")?, unit))
     };
     Ok(vec![
-        row(
-            "demo step, nobody attached",
-            without,
-            "ms",
-            None,
-            format!("{} ranks, {BATCH} samples each", configuration.ranks),
-        )?,
-        row("demo step, collector attached", with, "ms", None, String::new())?,
-        row(
-            "demo step, attached / not",
-            ratios,
-            "",
-            Some(Goal::AtMost(1.01)),
-            spread,
-        )?,
-        row(
-            "probe hits for each operation of a rank",
-            hits,
-            "",
-            Some(Goal::AtMost(0.1)),
-            String::new(),
-        )?,
+        row("demo step, nobody attached", without, "ms")?
+            .note(format!("{} ranks, {BATCH} samples each", configuration.ranks)),
+        row("demo step, collector attached", with, "ms")?,
+        row("demo step, attached / not", ratios, "")?
+            .goal(Goal::AtMost(1.01))
+            .note(spread),
+        row("probe hits for each operation of a rank", hits, "")?.goal(Goal::AtMost(0.1)),
     ])
 }
 

@@ -53,32 +53,24 @@ fn rows(summary: &Summary, ns: u64) -> Vec<Row> {
         .records
         .values()
         .fold((0, 0), |sum, kind| (sum.0 + kind.received, sum.1 + kind.emitted));
-    let row = |name: &str, value, unit, goal, note| Row {
-        name: format!("live collector, {name}"),
-        median: value,
-        min: None,
-        unit,
-        goal: Some(goal),
-        note,
-    };
     vec![
-        row(
-            "records received",
+        Row::new(
+            "live collector, records received",
             received as f64 / (ns as f64 / 1e9),
             "/s",
-            Goal::AtLeast(RECORDS_PER_S),
-            format!("{received} in {:.1} s, one run", ns as f64 / 1e9),
-        ),
-        row(
-            "records not received or lost",
+        )
+        .goal(Goal::AtLeast(RECORDS_PER_S))
+        .note(format!("{received} in {:.1} s, one run", ns as f64 / 1e9)),
+        Row::new(
+            "live collector, records not received or lost",
             emitted.abs_diff(received).max(summary.lost) as f64,
             "",
-            Goal::AtMost(0.0),
-            format!(
-                "of {emitted} that the process counted; {} told as lost",
-                summary.lost
-            ),
-        ),
+        )
+        .goal(Goal::AtMost(0.0))
+        .note(format!(
+            "of {emitted} that the process counted; {} told as lost",
+            summary.lost
+        )),
     ]
 }
 

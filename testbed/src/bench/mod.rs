@@ -75,6 +75,37 @@ pub struct Row {
 }
 
 impl Row {
+    /// A measurement without a goal.
+    #[must_use]
+    pub fn new(name: impl Into<String>, median: f64, unit: &'static str) -> Self {
+        Self {
+            name: name.into(),
+            median,
+            min: None,
+            unit,
+            goal: None,
+            note: String::new(),
+        }
+    }
+
+    /// The same with a goal.
+    #[must_use]
+    pub fn goal(self, goal: Goal) -> Self {
+        Self {
+            goal: Some(goal),
+            ..self
+        }
+    }
+
+    /// The same with what else is worth knowing.
+    #[must_use]
+    pub fn note(self, note: impl Into<String>) -> Self {
+        Self {
+            note: note.into(),
+            ..self
+        }
+    }
+
     /// Whether the median reaches the goal, if there is one.
     #[must_use]
     pub fn meets(&self) -> Option<bool> {
@@ -157,24 +188,9 @@ fn row(estimates: &Path) -> Result<Row> {
         .find(|(id, _)| *id == name)
         .map(|(_, most)| Goal::AtMost(*most));
     Ok(Row {
-        name,
-        median,
-        min: None,
-        unit: "ns",
         goal,
-        note,
+        ..Row::new(name, median, "ns").note(note)
     })
-}
-
-/// The middle of a set of numbers.
-pub(crate) fn median(mut values: Vec<f64>) -> Option<f64> {
-    values.sort_by(f64::total_cmp);
-    let middle = values.len() / 2;
-    match values.len() {
-        0 => None,
-        n if n % 2 == 1 => Some(values[middle]),
-        _ => Some(f64::midpoint(values[middle - 1], values[middle])),
-    }
 }
 
 #[cfg(test)]
@@ -190,13 +206,6 @@ mod tests {
             serde_json::to_string(&Goal::AtLeast(3.0)).unwrap(),
             r#"{"at_least":3.0}"#
         );
-    }
-
-    #[test]
-    fn medians() {
-        assert_eq!(median(vec![]), None);
-        assert_eq!(median(vec![3.0, 1.0, 2.0]), Some(2.0));
-        assert_eq!(median(vec![4.0, 1.0, 2.0, 3.0]), Some(2.5));
     }
 
     #[test]

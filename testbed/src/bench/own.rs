@@ -2,7 +2,7 @@
 
 use std::process::Stdio;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -71,39 +71,42 @@ fn throughput_rows(cases: &[Value]) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     for case in cases {
         let case = Case::deserialize(case).with_context(|| format!("{case} is no case of the throughput"))?;
-        let row = |what: &str, median, unit, goal, note| Row {
-            name: format!("collector throughput, {}: {what}", case.case),
-            median,
-            min: None,
-            unit,
-            goal: Some(goal),
-            note,
+        let row = |what: &str, median, unit| {
+            Row::new(
+                format!("collector throughput, {}: {what}", case.case),
+                median,
+                unit,
+            )
         };
         let [start, end] = case.resident_kib;
-        rows.push(row(
-            "records",
-            case.records_per_s,
-            "/s",
-            Goal::AtLeast(RECORDS_PER_S),
-            format!("{:.0} spans/s", case.spans_per_s),
-        ));
-        rows.push(row(
-            "given up",
-            case.given_up as f64,
-            "",
-            Goal::AtMost(0.0),
-            format!("of {} operations", case.operations),
-        ));
-        rows.push(row(
-            "resident, end / start",
-            // Where the start was not read there is no ratio, and no goal is met.
-            if start > 0.0 { end / start } else { f64::NAN },
-            "",
-            Goal::AtMost(RESIDENT_GROWTH),
-            format!("{start:.0} -> {end:.0} KiB"),
-        ));
+        // Where the start was not read there is no ratio, and no goal is met.
+        let growth = if start > 0.0 { end / start } else { f64::NAN };
+        rows.extend([
+            row("records", case.records_per_s, "/s")
+                .goal(Goal::AtLeast(RECORDS_PER_S))
+                .note(format!("{:.0} spans/s", case.spans_per_s)),
+            row("given up", case.given_up as f64, "")
+                .goal(Goal::AtMost(0.0))
+                .note(format!("of {} operations", case.operations)),
+            row("resident, end / start", growth, "")
+                .goal(Goal::AtMost(RESIDENT_GROWTH))
+                .note(format!("{start:.0} -> {end:.0} KiB")),
+        ]);
     }
     Ok(rows)
+}
+
+/// A number in what a benchmark printed.
+fn figure(figures: &Value, pointer: &str) -> Result<f64> {
+    let number = figures.pointer(pointer).and_then(Value::as_f64);
+    number.with_context(|| format!("no number {pointer} in {figures}"))
+}
+
+/// The one object of a benchmark that prints one.
+fn single(benchmark: (&str, &str)) -> Result<Value> {
+    let [figures] = <[Value; 1]>::try_from(objects(benchmark, &[])?)
+        .map_err(|all| anyhow!("{} printed {} objects instead of one", benchmark.1, all.len()))?;
+    Ok(figures)
 }
 
 /// Measures what the watchdog adds to a call, and what its thread takes when nothing happens.
@@ -111,53 +114,34 @@ fn throughput_rows(cases: &[Value]) -> Result<Vec<Row>> {
 /// # Errors
 /// If it cannot be built or run.
 pub fn watchdog() -> Result<Vec<Row>> {
-    let objects = objects(WATCHDOG, &[])?;
-    let figures = objects
-        .first()
-        .context("the watchdog's benchmark printed nothing")?;
-    watchdog_rows(figures)
+    watchdog_rows(&single(WATCHDOG)?)
 }
 
 fn watchdog_rows(figures: &Value) -> Result<Vec<Row>> {
-    let figure = |name: &str| {
-        figures[name]
-            .as_f64()
-            .with_context(|| format!("{figures} has no number {name}"))
-    };
-    let row = |name: &str, median, unit, goal, note| Row {
-        name: format!("watchdog, {name}"),
-        median,
-        min: None,
-        unit,
-        goal: Some(Goal::AtMost(goal)),
-        note,
+    let figure = |pointer| figure(figures, pointer);
+    let communicators = format!("{} communicators", figure("/idle_communicators")?);
+    let note = format!(
+        "{} pairs of batches; without it {} ns",
+        figure("/pairs")?,
+        figure("/without_ns")?
+    );
+    let idle = |name, pointer| -> Result<Row> {
+        let row = Row::new(name, figure(pointer)?, "% of a core").goal(Goal::AtMost(WATCHDOG_IDLE));
+        Ok(row.note(&communicators))
     };
     Ok(vec![
-        row(
-            "a call with it minus one without",
-            figure("call_ns")?,
+        Row::new(
+            "watchdog, a call with it minus one without",
+            figure("/call_ns")?,
             "ns",
-            WATCHDOG_CALL_NS,
-            format!(
-                "{} pairs of batches; without it {} ns",
-                figure("pairs")?,
-                figure("without_ns")?
-            ),
-        ),
-        row(
-            "its thread when nothing happens",
-            figure("idle_percent")?,
-            "% of a core",
-            WATCHDOG_IDLE,
-            format!("{} communicators", figure("idle_communicators")?),
-        ),
-        row(
-            "the same with thresholds that adapt",
-            figure("idle_adaptive_percent")?,
-            "% of a core",
-            WATCHDOG_IDLE,
-            format!("{} communicators", figure("idle_communicators")?),
-        ),
+        )
+        .goal(Goal::AtMost(WATCHDOG_CALL_NS))
+        .note(note),
+        idle("watchdog, its thread when nothing happens", "/idle_percent")?,
+        idle(
+            "watchdog, the same with thresholds that adapt",
+            "/idle_adaptive_percent",
+        )?,
     ])
 }
 
@@ -168,14 +152,7 @@ fn watchdog_rows(figures: &Value) -> Result<Vec<Row>> {
 pub fn probe() -> Result<Vec<Row>> {
     // The process that is measured; `cargo bench --bench` does not build it.
     process::run(cargo().args(["build", "--release", "--locked", "-p", PROBE.0, "--examples"]))?;
-    let objects = objects(PROBE, &[])?;
-    let [figures] = objects.as_slice() else {
-        bail!(
-            "the probe benchmark printed {} objects instead of one",
-            objects.len()
-        );
-    };
-    probe_rows(figures)
+    probe_rows(&single(PROBE)?)
 }
 
 fn probe_rows(figures: &Value) -> Result<Vec<Row>> {
@@ -216,96 +193,78 @@ fn probe_rows(figures: &Value) -> Result<Vec<Row>> {
 /// # Errors
 /// If it cannot be built or run.
 pub fn limits() -> Result<Vec<Row>> {
-    let objects = objects(LIMITS, &[])?;
-    let [figures] = objects.as_slice() else {
-        bail!(
-            "the benchmark of limits printed {} objects instead of one",
-            objects.len()
-        );
-    };
-    limits_rows(figures)
+    limits_rows(&single(LIMITS)?)
 }
 
+/// What [`LIMITS`] prints: figure, name, unit, note; nanoseconds are told as milliseconds where that is the unit.
+const LIMITS_ROWS: [(&str, &str, &str, &str); 9] = [
+    (
+        "/copy_256MiB_by_2_processes_ns",
+        "2 processes copying 4 x 64 MiB",
+        "ms",
+        "private memory",
+    ),
+    (
+        "/all_reduce_64MiB_4_processes_ns",
+        "all_reduce 64 MiB, 4 processes",
+        "ms",
+        "float32 sum, out of place",
+    ),
+    (
+        "/all_reduce_64MiB_ratio",
+        "all_reduce 64 MiB / copies",
+        "",
+        "in turns in one run",
+    ),
+    (
+        "/all_reduce_64MiB_cpu_ratio",
+        "processor time of all_reduce / of copies",
+        "",
+        "what other load on the machine changes least",
+    ),
+    (
+        "/flag_round_trip_ns",
+        "flag there and back, 2 processes",
+        "ns",
+        "shared memory, spinning",
+    ),
+    (
+        "/all_reduce_8B_on_the_stream_ns",
+        "all_reduce 8 B on the stream, 2 processes",
+        "ns",
+        "part of a graph of 200",
+    ),
+    (
+        "/all_reduce_8B_ratio",
+        "all_reduce 8 B / flag",
+        "",
+        "in turns in one run",
+    ),
+    (
+        "/all_reduce_8B_of_one_rank_ns",
+        "all_reduce 8 B on the stream, 1 rank",
+        "ns",
+        "nobody to wait for",
+    ),
+    (
+        "/all_reduce_8B_call_and_synchronize_ns",
+        "all_reduce 8 B, call and synchronize",
+        "ns",
+        "latency that a caller sees",
+    ),
+];
+
 fn limits_rows(figures: &Value) -> Result<Vec<Row>> {
-    let figure = |name: &str| {
-        figures[name]
-            .as_f64()
-            .with_context(|| format!("the benchmark of limits printed no number {name}"))
+    let row = |(pointer, name, unit, note)| {
+        let value = figure(figures, pointer)? / if unit == "ms" { 1e6 } else { 1.0 };
+        let row = Row::new(format!("limits, {name}"), value, unit).note(note);
+        Ok(match pointer {
+            "/all_reduce_64MiB_ratio" => row.goal(Goal::AtMost(LARGE_RATIO)),
+            "/all_reduce_8B_ratio" => row.goal(Goal::AtMost(SMALL_RATIO)),
+            _ => row,
+        })
     };
-    let row = |name: &str, median, unit, goal, note: &str| Row {
-        name: format!("limits, {name}"),
-        median,
-        min: None,
-        unit,
-        goal,
-        note: note.to_owned(),
-    };
-    let ms = |name| figure(name).map(|ns| ns / 1e6);
-    Ok(vec![
-        row(
-            "2 processes copying 4 x 64 MiB",
-            ms("copy_256MiB_by_2_processes_ns")?,
-            "ms",
-            None,
-            "private memory",
-        ),
-        row(
-            "all_reduce 64 MiB, 4 processes",
-            ms("all_reduce_64MiB_4_processes_ns")?,
-            "ms",
-            None,
-            "float32 sum, out of place",
-        ),
-        row(
-            "all_reduce 64 MiB / copies",
-            figure("all_reduce_64MiB_ratio")?,
-            "",
-            Some(Goal::AtMost(LARGE_RATIO)),
-            "in turns in one run",
-        ),
-        row(
-            "processor time of all_reduce / of copies",
-            figure("all_reduce_64MiB_cpu_ratio")?,
-            "",
-            None,
-            "what other load on the machine changes least",
-        ),
-        row(
-            "flag there and back, 2 processes",
-            figure("flag_round_trip_ns")?,
-            "ns",
-            None,
-            "shared memory, spinning",
-        ),
-        row(
-            "all_reduce 8 B on the stream, 2 processes",
-            figure("all_reduce_8B_on_the_stream_ns")?,
-            "ns",
-            None,
-            "part of a graph of 200",
-        ),
-        row(
-            "all_reduce 8 B / flag",
-            figure("all_reduce_8B_ratio")?,
-            "",
-            Some(Goal::AtMost(SMALL_RATIO)),
-            "in turns in one run",
-        ),
-        row(
-            "all_reduce 8 B on the stream, 1 rank",
-            figure("all_reduce_8B_of_one_rank_ns")?,
-            "ns",
-            None,
-            "nobody to wait for",
-        ),
-        row(
-            "all_reduce 8 B, call and synchronize",
-            figure("all_reduce_8B_call_and_synchronize_ns")?,
-            "ns",
-            None,
-            "latency that a caller sees",
-        ),
-    ])
+    LIMITS_ROWS.into_iter().map(row).collect()
 }
 
 /// Measures what an eager call costs the host; nothing where there are no kernels.
@@ -325,42 +284,34 @@ fn calls_rows(figures: &Value) -> Result<Vec<Row>> {
     if figures["skipped"] == true {
         return Ok(Vec::new());
     }
-    let figure = |pointer: &str| {
-        figures
-            .pointer(pointer)
-            .and_then(Value::as_f64)
-            .with_context(|| format!("no {pointer} in {figures}"))
-    };
+    let figure = |pointer| figure(figures, pointer);
+    let call = Row::new(
+        "eager all_reduce 8 B on the host",
+        figure("/call_ns/median")?,
+        "ns",
+    )
+    .goal(Goal::AtMost(CALL_NS))
+    .note("a driver that runs no kernel");
     Ok(vec![
         Row {
-            name: "eager all_reduce 8 B on the host".to_owned(),
-            median: figure("/call_ns/median")?,
             min: Some(figure("/call_ns/min")?),
-            unit: "ns",
-            goal: Some(Goal::AtMost(CALL_NS)),
-            note: "a driver that runs no kernel".to_owned(),
+            ..call
         },
-        Row {
-            name: "allocations and frees of such a call".to_owned(),
-            median: figure("/allocations")?,
-            min: None,
-            unit: "",
-            goal: Some(Goal::AtMost(0.0)),
-            note: "of the calling thread".to_owned(),
-        },
-        Row {
-            name: "records of such a call".to_owned(),
-            median: figure("/records_ns/1")?,
-            min: None,
-            unit: "ns",
-            goal: Some(Goal::AtMost(RECORDS_NS)),
-            note: format!(
+        Row::new(
+            "allocations and frees of such a call",
+            figure("/allocations")?,
+            "",
+        )
+        .goal(Goal::AtMost(0.0))
+        .note("of the calling thread"),
+        Row::new("records of such a call", figure("/records_ns/1")?, "ns")
+            .goal(Goal::AtMost(RECORDS_NS))
+            .note(format!(
                 "with minus without, {} pairs; quartiles {:.0} to {:.0}",
                 figure("/pairs")?,
                 figure("/records_ns/0")?,
                 figure("/records_ns/2")?
-            ),
-        },
+            )),
     ])
 }
 

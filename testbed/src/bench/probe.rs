@@ -13,11 +13,12 @@ use clap::Args;
 use libloading::{Library, Symbol};
 use ringsight_records::{Kind, PROBE_SYMBOLS, Record, State};
 
-use super::{Goal, Row, median};
+use super::{Goal, Row};
 use crate::{
     demo::collector::Collector,
     nccl::{DeviceKind, Nccl},
     process::Dialogue,
+    stats::median,
     workspace::Artifacts,
 };
 
@@ -106,34 +107,15 @@ pub fn measure(artifacts: &Artifacts) -> Result<Vec<Row>> {
     let [without, with, attach, detach] =
         [without, with, attach, detach].map(|values| median(values).unwrap_or(f64::NAN));
     let goal = if kernel() >= (6, 18) { GOALS.0 } else { GOALS.1 };
-    let row = |name: &str, median, unit, goal, note| Row {
-        name: name.to_owned(),
-        median,
-        min: None,
-        unit,
-        goal: Some(Goal::AtMost(goal)),
-        note,
-    };
+    let row = |name, median, unit, goal| Row::new(name, median, unit).goal(Goal::AtMost(goal));
     Ok(vec![
-        row(
-            "probe function called, unattached",
-            without,
-            "ns",
-            3.0,
-            String::new(),
-        ),
-        row(
-            "probe function called, attached",
-            with,
-            "ns",
-            goal,
-            format!(
-                "{:.0} times; median of 3 runs; {lost} records lost",
-                with / without
-            ),
-        ),
-        row("attach", attach, "ms", 100.0, "one process".to_owned()),
-        row("detach", detach, "ms", 600.0, "one library file".to_owned()),
+        row("probe function called, unattached", without, "ns", 3.0),
+        row("probe function called, attached", with, "ns", goal).note(format!(
+            "{:.0} times; median of 3 runs; {lost} records lost",
+            with / without
+        )),
+        row("attach", attach, "ms", 100.0).note("one process"),
+        row("detach", detach, "ms", 600.0).note("one library file"),
     ])
 }
 

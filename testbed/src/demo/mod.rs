@@ -20,7 +20,6 @@ pub mod job;
 mod lateness;
 pub mod link;
 pub mod model;
-pub mod random;
 #[cfg(test)]
 mod sample;
 pub mod summary;
@@ -28,11 +27,13 @@ pub mod truth;
 pub mod vm;
 pub mod worker;
 
-use crate::workspace::{self, Artifacts};
+use crate::{
+    random::{Random, fresh_seed},
+    workspace::{self, Artifacts},
+};
 use check::{Expectation, Report};
 use collector::Collector;
 use job::Job;
-use random::Random;
 use summary::Summary;
 use truth::{Configuration, Delay};
 
@@ -125,11 +126,7 @@ impl Arguments {
                 self.ranks
             );
         }
-        let seed = self.seed.unwrap_or_else(|| {
-            std::time::SystemTime::now()
-                .duration_since(std::time::UNIX_EPOCH)
-                .map_or(1, |t| t.as_nanos() as u64 % 100_000)
-        });
+        let seed = self.seed.unwrap_or_else(fresh_seed);
         let slow = if self.no_slow { 0 } else { self.slow };
         // The first two steps are left alone: caches are cold and every rank is late there now and then.
         if slow > self.steps.saturating_sub(2) {
@@ -164,24 +161,6 @@ fn draw_delays(seed: u64, count: u32, ranks: u32, steps: u32, (least, most): (u3
         .collect();
     delays.sort_by_key(|delay| delay.step);
     delays
-}
-
-/// Bytes in hexadecimal.
-#[must_use]
-pub fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-/// Bytes from hexadecimal; `None` if it is not that.
-#[must_use]
-pub fn unhex(text: &str) -> Option<Vec<u8>> {
-    if !text.is_ascii() || !text.len().is_multiple_of(2) {
-        return None;
-    }
-    (0..text.len())
-        .step_by(2)
-        .map(|i| u8::from_str_radix(&text[i..i + 2], 16).ok())
-        .collect()
 }
 
 /// Runs the demo; `build` makes collector, library and workers. With `--check` the last line is the report, whatever happens.
@@ -413,18 +392,6 @@ mod tests {
                 prop_assert!((least..=least + more).contains(&delay.ms));
             }
             prop_assert_eq!(delays, draw_delays(seed, count, ranks, 40, (least, least + more)));
-        }
-
-        #[test]
-        fn hexadecimal_comes_back(bytes: Vec<u8>) {
-            prop_assert_eq!(unhex(&hex(&bytes)), Some(bytes));
-        }
-
-        #[test]
-        fn rubbish_is_no_hexadecimal(text in "\\PC*") {
-            if let Some(bytes) = unhex(&text) {
-                prop_assert_eq!(hex(&bytes), text.to_lowercase());
-            }
         }
     }
 

@@ -1,6 +1,6 @@
 //! A small real model: a perceptron with two hidden layers that tells two interleaved half-moons apart.
 
-use super::random::Random;
+use crate::random::Random;
 
 /// Width of each layer, input first.
 pub const WIDTHS: [usize; 4] = [2, 48, 48, 1];

@@ -5,11 +5,10 @@
 
 use std::{
     ffi::c_void,
-    io::{BufRead, Write},
     path::{Path, PathBuf},
     sync::atomic::{AtomicU32, AtomicU64, Ordering},
     thread,
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use anyhow::{Context, Result, bail};
@@ -20,10 +19,13 @@ use super::{
     counters::Counters,
     link,
     model::{self, LAYERS, Samples, Weights},
-    random::Random,
     truth::{Collective, Configuration, Message, Truth},
 };
-use crate::nccl::{Buffer, Communicator, DeviceKind, Nccl, Reduce, UniqueId};
+use crate::{
+    nccl::{Buffer, Communicator, DeviceKind, Nccl, Reduce},
+    random::{Random, fnv1a},
+    ranks::{read_line, say, unique_id},
+};
 
 /// Which rank, and what it works from.
 #[derive(Args, Debug)]
@@ -51,14 +53,10 @@ const LARGE: usize = 1 << 22;
 /// Learning rate.
 const RATE: f32 = 0.3;
 
+/// Unix nanoseconds.
 fn now_ns() -> u64 {
-    let mut time = libc::timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    // SAFETY: `time` is a valid timespec to write to; CLOCK_REALTIME always exists.
-    unsafe { libc::clock_gettime(libc::CLOCK_REALTIME, &raw mut time) };
-    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0, |since| since.as_nanos() as u64)
 }
 
 /// When the stream was before a collective, and when behind it.
@@ -70,22 +68,6 @@ unsafe extern "C" fn note_time(slot: *mut c_void) {
     let slot = unsafe { &*slot.cast::<AtomicU64>() };
     // Relaxed: read after the stream was synchronised, which orders it.
     slot.store(now_ns(), Ordering::Relaxed);
-}
-
-fn read_line(expected: &str) -> Result<String> {
-    let mut line = String::new();
-    std::io::stdin().lock().read_line(&mut line)?;
-    match line.trim_end().strip_prefix(expected) {
-        Some(rest) => Ok(rest.trim().to_owned()),
-        None if line.is_empty() => bail!("the demo has ended while this rank waited for `{expected}`"),
-        None => bail!("expected `{expected}`, was told `{}`", line.trim_end()),
-    }
-}
-
-fn tell(line: &str) -> Result<()> {
-    let mut output = std::io::stdout().lock();
-    writeln!(output, "{line}")?;
-    Ok(output.flush()?)
 }
 
 /// Waits until an operation has begun to change the data it is at. `before`: an element's value until then, by its index.
@@ -119,17 +101,10 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let text = fs::read_to_string(&arguments.configuration)?;
     let configuration: Configuration = serde_json::from_str(&text).context("configuration")?;
     let nccl = Nccl::open(Path::new("libnccl.so.2"), DeviceKind::Host)?;
-    let id = if arguments.rank == 0 {
-        let id = nccl.unique_id()?;
-        tell(&format!("id {}", super::hex(&id.0)))?;
-        id
-    } else {
-        let bytes = super::unhex(&read_line("id ")?).context("the unique id is not hexadecimal")?;
-        UniqueId(bytes.try_into().ok().context("a unique id has 128 bytes")?)
-    };
+    let id = unique_id(&nccl, arguments.rank == 0)?;
     let communicator = nccl.communicator(configuration.ranks, id, arguments.rank)?;
     let counters = Counters::open();
-    tell("ready")?;
+    say("ready")?;
     read_line("go")?;
 
     let mut rank = Rank::new(&communicator, &configuration, arguments.rank)?;
@@ -138,7 +113,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     }
     rank.train()?;
     let mut truth = rank.finish();
-    tell("done")?;
+    say("done")?;
     read_line("exit")?;
     communicator.destroy()?;
     if let Some(counters) = &counters {
@@ -278,7 +253,7 @@ impl<'a> Rank<'a> {
                     .accuracy
                     .last()
                     .map_or_else(String::new, |a| format!("  accuracy {:.1} %", 100.0 * a));
-                tell(&format!("step {step:>4}  loss {loss:.4}{accuracy}"))?;
+                say(&format!("step {step:>4}  loss {loss:.4}{accuracy}"))?;
             }
             if self.configuration.pace_ms > 0 {
                 thread::sleep(Duration::from_millis(self.configuration.pace_ms));
@@ -326,7 +301,7 @@ impl<'a> Rank<'a> {
             );
         }
         if self.rank == 0 {
-            tell(&format!("link {link} down"))?;
+            say(&format!("link {link} down"))?;
         }
         Ok(())
     }
@@ -471,9 +446,7 @@ impl<'a> Rank<'a> {
             .iter()
             .flatten()
             .flat_map(|weight| weight.to_bits().to_le_bytes());
-        let hash = bits.fold(0xcbf2_9ce4_8422_2325_u64, |h, b| {
-            (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3)
-        });
+        let hash = fnv1a(bits);
         self.truth.weights = format!("{hash:016x}");
         self.truth
     }

@@ -5,7 +5,10 @@ use std::{fmt, time::Duration};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-use crate::{demo::random::Random, nccl::DeviceKind};
+use crate::{
+    nccl::DeviceKind,
+    random::{Random, fnv1a},
+};
 
 /// `NCCL_KERNEL_TIMEOUT_MS` of every round.
 pub(super) const THRESHOLD: Duration = Duration::from_millis(300);
@@ -77,7 +80,7 @@ pub(super) enum Mode {
 /// What ranks are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) enum Ranks {
+pub(super) enum RankKind {
     /// A process each, on one node or two.
     Process,
     /// Threads of one process.
@@ -109,7 +112,7 @@ impl Source {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Case {
     pub(super) fault: Fault,
-    pub(super) ranks: Ranks,
+    pub(super) ranks: RankKind,
     pub(super) mode: Mode,
     pub(super) source: Source,
 }
@@ -117,8 +120,8 @@ pub(super) struct Case {
 impl fmt::Display for Case {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let ranks = match self.ranks {
-            Ranks::Process => "process",
-            Ranks::Thread => "thread",
+            RankKind::Process => "process",
+            RankKind::Thread => "thread",
         };
         let mode = match self.mode {
             Mode::Eager => "eager",
@@ -140,7 +143,7 @@ impl Case {
     pub(super) fn all() -> impl Iterator<Item = Self> {
         let of_source = |source: Source| {
             Fault::value_variants().iter().flat_map(move |fault| {
-                let ranks = [Ranks::Process, Ranks::Thread].into_iter();
+                let ranks = [RankKind::Process, RankKind::Thread].into_iter();
                 ranks.flat_map(move |ranks| {
                     [Mode::Eager, Mode::Graph].map(|mode| Self {
                         fault: *fault,
@@ -159,18 +162,18 @@ impl Case {
     pub(super) fn impossible(&self, device: DeviceKind) -> Option<&'static str> {
         use Fault::{Crossed, Frozen, Killed, Left, Replay, ReplayQueued, Stopped, Stuck, Traced, TwoGraphs};
         match (self.fault, self.ranks, self.mode) {
-            (Killed | Stopped | Traced, Ranks::Thread, _) => {
+            (Killed | Stopped | Traced, RankKind::Thread, _) => {
                 Some("ranks that are threads of one process die and stop together")
             }
             (Replay | ReplayQueued | TwoGraphs, _, Mode::Eager) => Some("only graphs are replayed"),
             (Stuck, _, Mode::Graph) => Some("the simulated kernel is launched, not captured"),
             (Frozen, _, _) if device == DeviceKind::Cuda => Some("nothing stops a kernel of a GPU half-way"),
-            (Frozen, Ranks::Thread, _) => {
+            (Frozen, RankKind::Thread, _) => {
                 Some("kernels of ranks that are threads of one process are stopped together")
             }
             (Frozen, _, _) if self.source == Source::Events => Some("events do not tell what moves"),
             (Crossed, _, Mode::Graph) => Some("whoever launches graphs orders them"),
-            (Left, Ranks::Thread, _) if device == DeviceKind::Cuda => {
+            (Left, RankKind::Thread, _) if device == DeviceKind::Cuda => {
                 Some("GPUs that reach each other end an operation together")
             }
             _ => None,
@@ -236,13 +239,8 @@ impl Round {
     /// The round `number` of a case with a seed, on ranks that run on such devices.
     #[must_use]
     pub(super) fn draw(case: &Case, device: DeviceKind, seed: u64, number: u32) -> Self {
-        // FNV-1a of the name: a case is drawn alike whichever others are run.
-        let name = case
-            .to_string()
-            .bytes()
-            .fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-                (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-            });
+        // By its name: a case is drawn alike whichever others are run.
+        let name = fnv1a(case.to_string().bytes());
         let mut random = Random::new(seed ^ name ^ u64::from(number) << 40);
         let mut between = |least: u64, most: u64| least + random.below(most - least + 1);
         let ranks = match case.fault {
@@ -254,9 +252,9 @@ impl Round {
         };
         let nodes = match case.ranks {
             // Between nodes the root of a broadcast can be done before the others.
-            Ranks::Process if case.fault == Fault::Left && device == DeviceKind::Cuda => 2,
-            Ranks::Process => between(1, 2) as u32,
-            Ranks::Thread => 1,
+            RankKind::Process if case.fault == Fault::Left && device == DeviceKind::Cuda => 2,
+            RankKind::Process => between(1, 2) as u32,
+            RankKind::Thread => 1,
         };
         let threshold = THRESHOLD.as_millis() as u64;
         let action = match case.fault {
@@ -374,6 +372,12 @@ impl Round {
         self.fault == Fault::Crossed && self.elements.is_multiple_of(2)
     }
 
+    /// Whether the victim calls when all others have: who is wrong can be said only once most have called.
+    #[must_use]
+    pub(super) fn victim_calls_last(&self) -> bool {
+        matches!(self.fault, Fault::Count | Fault::Order)
+    }
+
     /// The rank that the victim's kernel waits for when it is stopped.
     #[must_use]
     pub(super) fn comes_last(&self) -> Option<u32> {
@@ -390,6 +394,25 @@ impl Round {
             _ if rank == first => Some(second),
             _ if rank == second && both => Some(first),
             _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+impl Round {
+    /// A round of three ranks that are processes, with one operation before the fault; rank 1 is the victim.
+    pub(super) fn sample(fault: Fault, mode: Mode, source: Source) -> Self {
+        let case = Case {
+            fault,
+            ranks: RankKind::Process,
+            mode,
+            source,
+        };
+        Self {
+            ranks: 3,
+            victim: 1,
+            before: 1,
+            ..Self::draw(&case, DeviceKind::Host, 1, 0)
         }
     }
 }

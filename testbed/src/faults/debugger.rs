@@ -7,8 +7,7 @@ use std::{collections::BTreeMap, io, path::Path, process::Command, ptr::null_mut
 use anyhow::{Context as _, Result, ensure};
 use fs_err as fs;
 
-use super::worker::say;
-use crate::process::Dialogue;
+use crate::{process::Dialogue, ranks::say};
 
 /// How long it may take to let go.
 const LIMIT: Duration = Duration::from_secs(5);

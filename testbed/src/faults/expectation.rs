@@ -29,7 +29,7 @@ impl Round {
     #[must_use]
     pub(super) fn expectation(&self) -> Expectation {
         let verdict = |cause, class| {
-            vec![Verdict {
+            vec![Promise {
                 cause,
                 class,
                 within: THRESHOLD + PROMISED,
@@ -38,7 +38,7 @@ impl Round {
                 words: "",
             }]
         };
-        let at_once = |mut said: Vec<Verdict>| {
+        let at_once = |mut said: Vec<Promise>| {
             said[0].not_before = Duration::ZERO;
             said
         };
@@ -49,7 +49,7 @@ impl Round {
             said
         };
         let says = |verdicts| Expectation {
-            verdicts,
+            promises: verdicts,
             by: By::Others,
             failure: None,
         };
@@ -58,7 +58,7 @@ impl Round {
             Fault::SlowAbove | Fault::Unusual | Fault::Checkpoint | Fault::Left => says(late()),
             Fault::Withheld => {
                 let mut both = late();
-                both.push(Verdict {
+                both.push(Promise {
                     class: "hang",
                     within: ARRIVAL + PROMISED,
                     not_before: ARRIVAL * 9 / 10,
@@ -112,7 +112,7 @@ impl Round {
                     within: THRESHOLD + PROMISED,
                 }),
                 by: By::All,
-                verdicts: vec![Verdict {
+                promises: vec![Promise {
                     cause: "METADATA_MISMATCH",
                     class: "hang",
                     within: THRESHOLD + PROMISED,
@@ -153,7 +153,7 @@ pub(super) enum By {
 
 /// A verdict on the victim.
 #[derive(Clone, Debug)]
-pub(super) struct Verdict {
+pub(super) struct Promise {
     pub(super) cause: &'static str,
     /// `late` or `hang`.
     pub(super) class: &'static str,
@@ -167,7 +167,7 @@ pub(super) struct Verdict {
     pub(super) words: &'static str,
 }
 
-impl Verdict {
+impl Promise {
     /// What it begins with.
     #[must_use]
     pub(super) fn begins(&self) -> String {
@@ -189,7 +189,7 @@ pub(super) struct Failure {
 #[derive(Clone, Debug)]
 pub(super) struct Expectation {
     /// One after the other, and no others.
-    pub(super) verdicts: Vec<Verdict>,
+    pub(super) promises: Vec<Promise>,
     /// Who says them.
     pub(super) by: By,
     pub(super) failure: Option<Failure>,
@@ -199,7 +199,7 @@ impl Expectation {
     /// The time by which everything has been said.
     #[must_use]
     pub(super) fn within(&self) -> Duration {
-        let verdicts = self.verdicts.iter().map(|verdict| verdict.within);
+        let verdicts = self.promises.iter().map(|verdict| verdict.within);
         let failure = self.failure.iter().map(|failure| failure.within);
         verdicts.chain(failure).max().unwrap_or_default()
     }

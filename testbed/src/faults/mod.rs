@@ -18,19 +18,21 @@ use fs_err as fs;
 mod call;
 mod cases;
 pub mod debugger;
-mod excuse;
 mod expectation;
 mod job;
 mod kernels;
+mod observed;
+mod premise;
 mod score;
 mod soak;
-mod stalls;
+mod stages;
 mod tally;
 mod truth;
 pub mod worker;
 
-use crate::{nccl::DeviceKind, process, workspace};
+use crate::{nccl::DeviceKind, process, random::fresh_seed, workspace};
 use cases::{Case, Round, Source};
+use job::Setup;
 use score::Score;
 use tally::{Report, Tally};
 
@@ -118,19 +120,19 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
             arguments.case.as_deref().unwrap_or_default()
         );
     }
-    let seed = arguments.seed.unwrap_or_else(|| truth::now_ns() % 100_000);
+    let seed = arguments.seed.unwrap_or_else(|| fresh_seed());
     if let Some(minutes) = arguments.soak {
         return soak(arguments, minutes, seed);
     }
     let rounds = arguments.rounds.unwrap_or(if arguments.full { FULL } else { 1 });
-    let place = Place::of(arguments)?;
+    let setup = Setup::of(arguments)?;
     println!(
         "{} cases, {rounds} rounds each, seed {seed}; {} cells are impossible",
         possible.len(),
         impossible.len()
     );
     let mut done = resumed(arguments, seed, rounds)?;
-    let folder = &place.folder;
+    let folder = &setup.folder;
     let open: Vec<Case> = possible
         .iter()
         .filter(|case| !done.contains_key(&case.to_string()))
@@ -144,7 +146,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         Ok(writeln!(file, "{}", serde_json::to_string(tally)?)?)
     };
     let matrix = Matrix {
-        place: &place,
+        setup: &setup,
         seed,
         rounds,
     };
@@ -177,14 +179,14 @@ fn soak(arguments: &Arguments, minutes: f64, seed: u64) -> Result<ExitCode> {
     if !(minutes > 0.0 && minutes < 1e4) {
         bail!("--soak {minutes}: a number of minutes");
     }
-    let place = Place::of(arguments)?;
+    let setup = Setup::of(arguments)?;
     println!("{minutes} minutes, seed {seed}");
     let source = arguments.source.unwrap_or(Source::Pages);
-    let report = soak::run(&place, minutes, seed, source)?;
+    let report = soak::run(&setup, minutes, seed, source)?;
     if report.ok {
-        let _ = fs::remove_dir_all(&place.folder);
+        let _ = fs::remove_dir_all(&setup.folder);
     } else {
-        println!("what the ranks wrote is in {}", place.folder.display());
+        println!("what the ranks wrote is in {}", setup.folder.display());
     }
     println!("{}", serde_json::to_string(&report)?);
     Ok(if arguments.check && !report.ok {
@@ -214,18 +216,7 @@ fn resumed(arguments: &Arguments, seed: u64, rounds: u32) -> Result<BTreeMap<Str
     Ok(done)
 }
 
-/// What ranks are, and where they write.
-struct Place {
-    /// The program.
-    xtask: PathBuf,
-    /// Folder of `libnccl.so.2`.
-    library: PathBuf,
-    device: DeviceKind,
-    /// Removed at the end, unless something is wrong.
-    folder: PathBuf,
-}
-
-impl Place {
+impl Setup {
     /// Builds them, unless the library is given.
     fn of(arguments: &Arguments) -> Result<Self> {
         let own = format!("faults-{}", std::process::id());
@@ -252,7 +243,7 @@ impl Place {
 }
 
 struct Matrix<'a> {
-    place: &'a Place,
+    setup: &'a Setup,
     seed: u64,
     rounds: u32,
 }
@@ -282,7 +273,7 @@ impl Matrix<'_> {
                     drop(scores);
                     of_case.sort_by_key(|(number, _)| *number);
                     let of_case: Vec<Score> = of_case.into_iter().map(|(_, score)| score).collect();
-                    let promised = Round::draw(&cases[at], self.place.device, self.seed, 0)
+                    let promised = Round::draw(&cases[at], self.setup.device, self.seed, 0)
                         .expectation()
                         .within();
                     let tally = Tally::of(cases[at].to_string(), self.seed, promised, &of_case);
@@ -315,14 +306,14 @@ impl Matrix<'_> {
     }
 
     fn round(&self, case: &Case, number: u32) -> Result<Score> {
-        let round = Round::draw(case, self.place.device, self.seed, number);
+        let round = Round::draw(case, self.setup.device, self.seed, number);
         let folder = self
-            .place
+            .setup
             .folder
             .join(format!("{}-{number}", case.to_string().replace('/', "-")));
         let mut left_out = BTreeMap::new();
         for _ in 0..REPEATED {
-            let observed = job::run(&round, case.ranks, &folder, self.place)
+            let observed = job::run(&round, case.ranks, &folder, self.setup)
                 .with_context(|| format!("{case}, round {number}, seed {}", self.seed))?;
             let score = match score::judge(&round, &observed) {
                 Ok(score) => Score { left_out, ..score },
@@ -330,7 +321,7 @@ impl Matrix<'_> {
                     *left_out.entry(reason).or_default() += 1;
                     println!(
                         "{case}, round {number}: left out ({reason}; not run for {:?}): {:?}",
-                        observed.stalled, observed.said
+                        observed.stalled, observed.verdicts
                     );
                     continue;
                 }

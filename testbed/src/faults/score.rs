@@ -6,9 +6,9 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     cases::{Fault, PROMISED, Round, THRESHOLD},
-    excuse::{self, Reason},
     expectation::{LASTS, NOT_BEFORE},
-    job::{Observed, Said},
+    observed::{Observed, Verdict},
+    premise::{self, Reason},
     truth::What,
 };
 
@@ -33,17 +33,6 @@ pub(super) struct Score {
     pub(super) problems: Vec<String>,
 }
 
-/// The first rank that a text names.
-pub(super) fn first_rank(text: &str) -> Option<u32> {
-    text.match_indices("rank ").find_map(|(at, mark)| {
-        let rest = &text[at + mark.len()..];
-        let digits = rest
-            .find(|c: char| !c.is_ascii_digit())
-            .map_or(rest, |end| &rest[..end]);
-        digits.parse().ok()
-    })
-}
-
 struct Judge<'a> {
     round: &'a Round,
     observed: &'a Observed,
@@ -55,9 +44,12 @@ struct Judge<'a> {
 /// # Errors
 /// Why it is to be left out.
 pub(super) fn judge(round: &Round, observed: &Observed) -> Result<Score, Reason> {
-    if let Some(reason) = excuse::reason(round, observed) {
+    if let Some(reason) = premise::broken(round, observed) {
         // No machine is so busy that a rank crashes.
-        let (wrong, broken) = (excuse::wrong(round, observed), observed.broken.as_ref());
+        let (wrong, broken) = (
+            premise::false_in_any_round(round, observed),
+            observed.broken.as_ref(),
+        );
         if wrong.is_empty() && broken.is_none() {
             return Err(reason);
         }
@@ -120,22 +112,22 @@ impl Judge<'_> {
         let fault = self.at(round.victim, &What::Fault).unwrap_or(0);
         for rank in 0..round.ranks {
             // Whoever asked while the fault lasted may say so a moment later, once: what there was to say, of the victim.
-            let (said, after): (Vec<&Said>, Vec<&Said>) = observed
-                .said
+            let (said, after): (Vec<&Verdict>, Vec<&Verdict>) = observed
+                .verdicts
                 .iter()
                 .filter(|said| said.rank == rank)
                 .partition(|said| said.ns <= observed.ended_ns);
-            let names_victim = |said: &&Said| first_rank(&said.verdict) == Some(round.victim);
+            let names_victim = |said: &&Verdict| said.first_rank() == Some(round.victim);
             let says = round.expects_of(expectation.by, rank) && self.at(rank, &What::TooLate).is_none();
-            let expected = if says { &expectation.verdicts[..] } else { &[] };
-            let remains = |said: &&&Said| {
-                let is = |begins: &str| said.verdict.starts_with(begins);
+            let expected = if says { &expectation.promises[..] } else { &[] };
+            let remains = |said: &&&Verdict| {
+                let is = |begins: &str| said.text.starts_with(begins);
                 let was_to_be_said = expected.iter().any(|expected| is(&expected.begins()));
                 names_victim(said) && was_to_be_said
             };
             // And ranks that will never go on abort one after the other.
             let ended =
-                |said: &&&Said| round.ends_in_aborts() && said.verdict.starts_with("PEER_ABORTED (hang): ");
+                |said: &&&Verdict| round.ends_in_aborts() && said.text.starts_with("PEER_ABORTED (hang): ");
             let left = after.iter().filter(|said| !ended(said));
             let wrong = left.clone().count() - left.filter(remains).count().min(1);
             let more = said.iter().skip(expected.len()).count();
@@ -156,21 +148,21 @@ impl Judge<'_> {
                     continue;
                 };
                 let begins = expected.begins();
-                let right = said.verdict.starts_with(&begins) && said.verdict.contains(expected.words);
+                let right = said.text.starts_with(&begins) && said.text.contains(expected.words);
                 if !right || !said.operation.contains(&expected.operation) {
                     self.score.class = false;
                     // Another verdict than the true one is a false one.
                     self.score.false_verdicts += 1;
                     self.problem(format!(
                         "rank {rank} said {} of {}, not {begins}",
-                        said.verdict, said.operation
+                        said.text, said.operation
                     ));
                 }
                 if !names_victim(said) {
                     self.score.culprit = false;
                     self.problem(format!(
                         "rank {rank} named another than rank {}: {}",
-                        round.victim, said.verdict
+                        round.victim, said.text
                     ));
                 }
                 // Its time begins with the operation, whenever the fault came.
@@ -195,10 +187,10 @@ impl Judge<'_> {
         let called = (0..self.round.ranks).filter_map(|rank| self.at(rank, &What::Called));
         let base = called.max().unwrap_or(0);
         let mut found = false;
-        for said in &self.observed.said {
-            let named = first_rank(&said.verdict).filter(|named| two.contains(named));
+        for said in &self.observed.verdicts {
+            let named = said.first_rank().filter(|named| two.contains(named));
             let is_of_two = two.contains(&said.rank);
-            let is = |begins: &str| said.verdict.starts_with(begins);
+            let is = |begins: &str| said.text.starts_with(begins);
             if is("METADATA_MISMATCH (hang): ") && is_of_two && named.is_some_and(|named| named != said.rank)
             {
                 found = true;
@@ -216,14 +208,14 @@ impl Judge<'_> {
             let is_late = is("NOT_LAUNCHED (late): ") || is("QUEUED_BEHIND_COMPUTE (late): ");
             if !is_late || is_of_two || named.is_none() {
                 self.score.false_verdicts += 1;
-                self.problem(format!("rank {} said {}", said.rank, said.verdict));
+                self.problem(format!("rank {} said {}", said.rank, said.text));
             }
         }
         if !found {
             (self.score.class, self.score.culprit) = (false, false);
             self.problem(format!(
                 "none of {two:?} said METADATA_MISMATCH: {:?}",
-                self.observed.said
+                self.observed.verdicts
             ));
         }
     }
@@ -281,55 +273,28 @@ impl Judge<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::{
-        faults::{
-            cases::{Case, Mode, Ranks, Source},
-            truth::Event,
+    use super::{
+        super::{
+            cases::{Mode, Source},
+            observed::sample::{self, event, verdict},
         },
-        nccl::DeviceKind,
+        *,
     };
 
-    const MS: u64 = 1_000_000;
-
     fn withheld() -> Round {
-        let case = Case {
-            fault: Fault::SlowAbove,
-            ranks: Ranks::Process,
-            mode: Mode::Eager,
-            source: Source::Pages,
-        };
-        let round = Round::draw(&case, DeviceKind::Host, 1, 0);
-        Round {
-            ranks: 3,
-            victim: 1,
-            ..round
-        }
+        Round::sample(Fault::SlowAbove, Mode::Eager, Source::Pages)
     }
 
     fn observed(verdicts: &[(u32, u64, &str)]) -> Observed {
-        let event = |rank, ns, what| Event { rank, ns, what };
-        Observed {
-            said: verdicts
-                .iter()
-                .map(|(rank, ms, verdict)| Said {
-                    ranks: 4,
-                    rank: *rank,
-                    ns: ms * MS,
-                    operation: String::new(),
-                    verdict: (*verdict).to_owned(),
-                })
-                .collect(),
-            truth: vec![
-                event(1, 100 * MS, What::Fault),
-                event(0, 50 * MS, What::Called),
-                event(2, 200 * MS, What::Called),
-            ],
-            ended_ns: 5000 * MS,
-            text: String::new(),
-            stalled: Duration::ZERO,
-            broken: None,
-        }
+        let verdicts = verdicts
+            .iter()
+            .map(|(rank, ms, text)| verdict(*rank, 4, *ms, "", text));
+        let truth = vec![
+            event(1, 100, What::Fault),
+            event(0, 50, What::Called),
+            event(2, 200, What::Called),
+        ];
+        sample::observed(verdicts.collect(), truth, 5000)
     }
 
     #[test]
@@ -469,7 +434,7 @@ mod tests {
         let crashed = judge(&withheld(), &observed).unwrap();
         assert!(!crashed.class && crashed.problems.len() == 1, "{crashed:?}");
         observed.broken = None;
-        "NO_ANSWER (hang): rank 1 does not answer".clone_into(&mut observed.said[1].verdict);
+        "NO_ANSWER (hang): rank 1 does not answer".clone_into(&mut observed.verdicts[1].text);
         let score = judge(&withheld(), &observed).unwrap();
         assert!(
             score.false_verdicts == 1 && !score.class && !score.problems.is_empty(),

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
-use super::{FULL, excuse::Reason, score::Score};
+use super::{FULL, premise::Reason, score::Score};
 
 /// The rounds of a case, as they are kept.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -224,9 +224,9 @@ mod tests {
         );
         // Of many at most one in ten.
         let mut many = vec![score(true, true); FULL as usize];
-        many[0].left_out = BTreeMap::from([(Reason::Order, 2)]);
+        many[0].left_out = BTreeMap::from([(Reason::Stalled, 2)]);
         assert!(Report::of(1, &[tally(&many)], Vec::new()).ok);
-        many[0].left_out = BTreeMap::from([(Reason::Order, 3)]);
+        many[0].left_out = BTreeMap::from([(Reason::Stalled, 3)]);
         assert!(!Report::of(1, &[tally(&many)], Vec::new()).ok);
         scores[1].left_out.clear();
         scores[0].false_verdicts = 1;

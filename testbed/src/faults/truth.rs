@@ -9,6 +9,8 @@ use std::{
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
+use crate::ranks::monotonic_ns;
+
 /// Something that happened on a rank.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Event {
@@ -57,22 +59,10 @@ pub(super) enum Moment {
     Finished,
 }
 
-/// `CLOCK_MONOTONIC`, nanoseconds.
-#[must_use]
-pub(super) fn now_ns() -> u64 {
-    let mut time = libc::timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    // SAFETY: a valid timespec to write to; the clock always exists.
-    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
-    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
-}
+/// The file of a round that its ranks write.
+pub(super) struct Journal(File);
 
-/// The file as ranks write it.
-pub(super) struct Account(File);
-
-impl Account {
+impl Journal {
     /// Opens the file of a round, which all its ranks append to.
     ///
     /// # Errors
@@ -91,7 +81,7 @@ impl Account {
     /// # Errors
     /// The system's.
     pub(super) fn note(&self, rank: u32, what: What) -> Result<()> {
-        let ns = now_ns();
+        let ns = monotonic_ns();
         // One write: lines of several ranks do not mix.
         let line = serde_json::to_string(&Event { rank, ns, what })? + "\n";
         (&self.0)

@@ -1,19 +1,16 @@
 //! The ranks of a round that one process runs, each a thread.
 //!
-//! Standard output: `id <hex>` (rank 0), `fault` when it begins, or `hold` if that is up to a debugger, `failed` for each rank whose communicator has failed,
-//! `completed` for each whose operations are done. Standard input: `id <hex>` (processes without rank 0), `end` when everything
-//! has been said that was to be, `exit` when all ranks have completed.
+//! Standard output: `id <hex>` (rank 0), `fault` when it begins, or `hold` if that is up to a debugger, `launched` for each rank that has
+//! called the operation, `failed` for each whose communicator has failed, `completed` for each whose operations are done. Standard input:
+//! `id <hex>` (processes without rank 0), `turn` when the rank that comes last may come, `end` when everything has been said that was to
+//! be, `exit` when all ranks have completed.
 
 mod differs;
 
 use std::{
     ffi::c_void,
-    io::Write as _,
-    path::{Path, PathBuf},
-    sync::{
-        Barrier, Condvar, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicI32, Ordering},
-    },
+    path::PathBuf,
+    sync::atomic::Ordering,
     thread,
     time::{Duration, Instant},
 };
@@ -26,10 +23,13 @@ use super::{
     call::{Call, Launched},
     cases::{Action, Fault, Operation, PROMISED, Round, SUCCESS, SYSTEM_ERROR},
     kernels, soak,
-    stalls::SHORT,
-    truth::{Account, What},
+    stages::{Stage, Stages, run_members},
+    truth::{Journal, What},
 };
-use crate::nccl::{Communicator, DeviceKind, Nccl, UniqueId};
+use crate::{
+    nccl::{Communicator, DeviceKind},
+    ranks::say,
+};
 
 /// Which ranks, and what they do.
 #[derive(Args, Debug)]
@@ -51,72 +51,6 @@ pub struct Arguments {
     device: DeviceKind,
 }
 
-/// How far a round is, as told by whoever started us.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Stage {
-    /// The fault is there, or to come.
-    #[default]
-    Lasts,
-    /// It is to end.
-    End,
-    /// Nobody needs anybody any more.
-    Exit,
-}
-
-/// The stage, to be waited for; and where the ranks of the process wait for each other.
-pub(super) struct Stages {
-    told: Mutex<Stage>,
-    changed: Condvar,
-    ready: Barrier,
-    /// The number of the victim's stream's thread, once that has got to the kernel that is to be stopped; else 0.
-    kernel_thread: AtomicI32,
-}
-
-impl Stages {
-    fn new(members: usize) -> Self {
-        Self {
-            told: Mutex::default(),
-            changed: Condvar::new(),
-            ready: Barrier::new(members),
-            kernel_thread: AtomicI32::new(0),
-        }
-    }
-
-    /// Waits until all ranks of the process have made and uploaded their graphs, this one's with the streams of `on`: either waits for the kernels of ranks that share the
-    /// GPU, and these would wait for this one's replay.
-    ///
-    /// # Errors
-    /// The device's.
-    pub(super) fn have_graphs(&self, on: &[&Communicator<'_>]) -> Result<()> {
-        on.iter()
-            .try_for_each(|communicator| communicator.synchronise())?;
-        self.ready.wait();
-        Ok(())
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Stage> {
-        self.told.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn tell(&self, stage: Stage) {
-        *self.lock() = stage;
-        self.changed.notify_all();
-    }
-
-    pub(super) fn now(&self) -> Stage {
-        *self.lock()
-    }
-
-    /// Waits for a stage, or a later one.
-    pub(super) fn wait(&self, stage: Stage) {
-        drop(
-            self.changed
-                .wait_while(self.lock(), |told| *told < stage)
-                .unwrap_or_else(PoisonError::into_inner),
-        );
-    }
-}
-
 /// Put on a stream: computes, that is, keeps it busy, until the fault is to end.
 unsafe extern "C" fn compute(stages: *mut c_void) {
     // SAFETY: the `Stages` of the process, which outlive its streams.
@@ -133,64 +67,13 @@ unsafe extern "C" fn come(stages: *mut c_void) {
     stages.kernel_thread.store(thread, Ordering::Relaxed);
 }
 
-pub(super) fn say(line: &str) -> Result<()> {
-    let mut output = std::io::stdout().lock();
-    writeln!(output, "{line}")?;
-    Ok(output.flush()?)
-}
-
-/// Runs `body` for each of the ranks on a thread of its own, with the unique id that all processes of the job share.
-pub(super) fn run_members(
-    members: &[u32],
-    device: DeviceKind,
-    body: impl Fn(&Nccl, UniqueId, u32, &'static Stages) -> Result<()> + Sync,
-) -> Result<()> {
-    let nccl = Nccl::open(Path::new("libnccl.so.2"), device)?;
-    let id = if members.contains(&0) {
-        let id = nccl.unique_id()?;
-        say(&format!("id {}", crate::demo::hex(&id.0)))?;
-        id
-    } else {
-        let line = std::io::stdin().lines().next().context("no unique id came")??;
-        let bytes = line.strip_prefix("id ").and_then(crate::demo::unhex);
-        let bytes = bytes.context("the unique id is not hexadecimal")?;
-        UniqueId(bytes.try_into().ok().context("a unique id has 128 bytes")?)
-    };
-    // Streams may refer to it until the process ends.
-    let stages: &'static Stages = Box::leak(Box::new(Stages::new(members.len())));
-    thread::spawn(move || {
-        for line in std::io::stdin().lines().map_while(Result::ok) {
-            match line.as_str() {
-                "end" => stages.tell(Stage::End),
-                "exit" => stages.tell(Stage::Exit),
-                _ => {}
-            }
-        }
-        // Whoever started us is gone.
-        stages.tell(Stage::Exit);
-    });
-    thread::scope(|scope| {
-        let (nccl, body) = (&nccl, &body);
-        let threads: Vec<_> = members
-            .iter()
-            .map(|rank| {
-                scope.spawn(move || body(nccl, id, *rank, stages).with_context(|| format!("rank {rank}")))
-            })
-            .collect();
-        threads.into_iter().try_for_each(|thread| match thread.join() {
-            Ok(result) => result,
-            Err(_) => bail!("a rank panicked"),
-        })
-    })
-}
-
 /// Runs the ranks.
 ///
 /// # Errors
 /// The library's where no error is expected.
 pub fn run(arguments: &Arguments) -> Result<()> {
     // Streams may refer to it until the process ends.
-    let truth: &'static Account = Box::leak(Box::new(Account::open(&arguments.truth)?));
+    let truth: &'static Journal = Box::leak(Box::new(Journal::open(&arguments.truth)?));
     if let Some(seed) = arguments.soak {
         return run_members(&arguments.members, arguments.device, |nccl, id, rank, stages| {
             soak::Member {
@@ -221,8 +104,11 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     })
 }
 
+/// Stalls below this any machine has, and a verdict's time has room for them, however often they come.
+const SHORT: Duration = Duration::from_millis(10);
+
 /// Notes each time for how long this process is kept from running when it is to.
-fn note_stalls(truth: &Account, rank: u32) {
+fn note_stalls(truth: &Journal, rank: u32) {
     const TURN: Duration = Duration::from_millis(10);
     loop {
         let begin = Instant::now();
@@ -240,7 +126,7 @@ fn note_stalls(truth: &Account, rank: u32) {
 struct Member<'a> {
     round: &'a Round,
     rank: u32,
-    truth: &'a Account,
+    truth: &'a Journal,
     stages: &'static Stages,
 }
 
@@ -279,10 +165,20 @@ impl Member<'_> {
         note(true)
     }
 
+    /// The operation has been called.
+    fn launched(&self) -> Result<()> {
+        self.note(What::Launched)?;
+        say("launched")
+    }
+
     /// The victim lets the others come to wait, and begins.
     fn begin(&self) -> Result<()> {
         if self.is_victim() && self.round.fault != Fault::Frozen {
-            thread::sleep(Duration::from_millis(self.round.pause_ms));
+            if self.round.victim_calls_last() {
+                self.stages.wait(Stage::Turn);
+            } else {
+                thread::sleep(Duration::from_millis(self.round.pause_ms));
+            }
             if self.round.fault == Fault::Traced {
                 // Where only parents may hold a process; other systems do not know what this is.
                 // SAFETY: no memory is touched.
@@ -312,6 +208,7 @@ impl Member<'_> {
         call.fill();
         if round.comes_last() == Some(self.rank) {
             thread::sleep(Duration::from_millis(round.pause_ms));
+            self.stages.wait(Stage::Turn);
         }
         self.begin()?;
         if self.is_victim() {
@@ -369,7 +266,7 @@ impl Member<'_> {
         for _ in 0..times {
             launch(&call)?;
         }
-        self.note(What::Launched)?;
+        self.launched()?;
         if is_frozen {
             kernels::await_kernel(&self.stages.kernel_thread)?;
             kernels::hold()?;
@@ -407,7 +304,7 @@ impl Member<'_> {
     /// A hang becomes an error where that is asked for, and nothing else does.
     fn check_state(&self, communicator: &Communicator<'_>) -> Result<()> {
         let expectation = self.round.expectation();
-        let hang = expectation.verdicts.iter().any(|verdict| verdict.class == "hang");
+        let hang = expectation.promises.iter().any(|promise| promise.class == "hang");
         let says = self.round.expects_of(expectation.by, self.rank);
         let expected = match (self.round.action, hang && says) {
             (Action::Error | Action::Abort, true) => SYSTEM_ERROR,

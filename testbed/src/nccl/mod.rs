@@ -229,6 +229,10 @@ pub struct Communicator<'a> {
 }
 
 impl Communicator<'_> {
+    fn check(&self, name: &str, result: c_int) -> Result<()> {
+        self.nccl.check(name, result, self.comm)
+    }
+
     /// `elements` zeros that its operations can work on.
     ///
     /// # Errors
@@ -246,11 +250,10 @@ impl Communicator<'_> {
         let key = members.iter().position(|member| *member == rank);
         let (color, key) = key.map_or((NO_COLOR, 0), |key| (0, key as c_int));
         let mut comm = ptr::null_mut();
+        let comm_split = self.nccl.functions.ncclCommSplit;
         // SAFETY: a live communicator and a valid place; no configuration is the parent's.
-        let result = unsafe {
-            (self.nccl.functions.ncclCommSplit)(self.comm, color, key, &raw mut comm, ptr::null_mut())
-        };
-        self.nccl.check("ncclCommSplit", result, self.comm)?;
+        let result = unsafe { comm_split(self.comm, color, key, &raw mut comm, ptr::null_mut()) };
+        self.check("ncclCommSplit", result)?;
         if comm.is_null() {
             return Ok(None);
         }
@@ -267,9 +270,10 @@ impl Communicator<'_> {
     /// The library's.
     pub fn all_reduce(&self, buffer: &Buffer, reduce: Reduce) -> Result<()> {
         let (data, count) = (buffer.pointer().cast(), buffer.len());
+        let all_reduce = self.nccl.functions.ncclAllReduce;
         // SAFETY: the buffer has `count` elements and outlives the operation (the worker synchronises before it ends).
         let result = unsafe {
-            (self.nccl.functions.ncclAllReduce)(
+            all_reduce(
                 data,
                 data,
                 count,
@@ -279,7 +283,7 @@ impl Communicator<'_> {
                 self.stream,
             )
         };
-        self.nccl.check("ncclAllReduce", result, self.comm)
+        self.check("ncclAllReduce", result)
     }
 
     /// `ncclBroadcast` in place from rank `root`.
@@ -288,19 +292,10 @@ impl Communicator<'_> {
     /// The library's.
     pub fn broadcast(&self, buffer: &Buffer, root: u32) -> Result<()> {
         let (data, count) = (buffer.pointer().cast(), buffer.len());
+        let broadcast = self.nccl.functions.ncclBroadcast;
         // SAFETY: as in `all_reduce`.
-        let result = unsafe {
-            (self.nccl.functions.ncclBroadcast)(
-                data,
-                data,
-                count,
-                FLOAT32,
-                root as c_int,
-                self.comm,
-                self.stream,
-            )
-        };
-        self.nccl.check("ncclBroadcast", result, self.comm)
+        let result = unsafe { broadcast(data, data, count, FLOAT32, root as c_int, self.comm, self.stream) };
+        self.check("ncclBroadcast", result)
     }
 
     /// `ncclReduceScatter` with sum: `send` holds the ranks' parts one after the other.
@@ -309,9 +304,10 @@ impl Communicator<'_> {
     /// The library's.
     pub fn reduce_scatter(&self, send: &Buffer, receive: &Buffer) -> Result<()> {
         let (from, to, count) = (send.pointer().cast(), receive.pointer().cast(), receive.len());
+        let reduce_scatter = self.nccl.functions.ncclReduceScatter;
         // SAFETY: as in `all_reduce`; `send` has ranks * count elements.
         let result = unsafe {
-            (self.nccl.functions.ncclReduceScatter)(
+            reduce_scatter(
                 from,
                 to,
                 count,
@@ -321,7 +317,7 @@ impl Communicator<'_> {
                 self.stream,
             )
         };
-        self.nccl.check("ncclReduceScatter", result, self.comm)
+        self.check("ncclReduceScatter", result)
     }
 
     /// `ncclAllGather`: `receive` gets the ranks' parts one after the other.
@@ -330,10 +326,10 @@ impl Communicator<'_> {
     /// The library's.
     pub fn all_gather(&self, send: &Buffer, receive: &Buffer) -> Result<()> {
         let (from, to, count) = (send.pointer().cast(), receive.pointer().cast(), send.len());
+        let all_gather = self.nccl.functions.ncclAllGather;
         // SAFETY: as in `all_reduce`; `receive` has ranks * count elements.
-        let result =
-            unsafe { (self.nccl.functions.ncclAllGather)(from, to, count, FLOAT32, self.comm, self.stream) };
-        self.nccl.check("ncclAllGather", result, self.comm)
+        let result = unsafe { all_gather(from, to, count, FLOAT32, self.comm, self.stream) };
+        self.check("ncclAllGather", result)
     }
 
     /// Calls in one group.
@@ -344,12 +340,12 @@ impl Communicator<'_> {
         let f = &self.nccl.functions;
         // SAFETY: no arguments.
         let result = unsafe { (f.ncclGroupStart)() };
-        self.nccl.check("ncclGroupStart", result, self.comm)?;
+        self.check("ncclGroupStart", result)?;
         let called = calls();
         // SAFETY: no arguments.
         let result = unsafe { (f.ncclGroupEnd)() };
         called?;
-        self.nccl.check("ncclGroupEnd", result, self.comm)
+        self.check("ncclGroupEnd", result)
     }
 
     /// `ncclSend` to rank `to` and `ncclRecv` from rank `from` in one group.
@@ -379,9 +375,10 @@ impl Communicator<'_> {
     /// # Panics
     /// Where the buffer has no such elements.
     pub fn receive_part(&self, receive: &Buffer, part: Range<usize>, from: u32) -> Result<()> {
+        let recv = self.nccl.functions.ncclRecv;
         // SAFETY: as in `all_reduce`.
         let result = unsafe {
-            (self.nccl.functions.ncclRecv)(
+            recv(
                 receive.part(&part).cast(),
                 part.len(),
                 FLOAT32,
@@ -390,7 +387,7 @@ impl Communicator<'_> {
                 self.stream,
             )
         };
-        self.nccl.check("ncclRecv", result, self.comm)
+        self.check("ncclRecv", result)
     }
 
     /// `ncclSend` to rank `to`.
@@ -409,9 +406,10 @@ impl Communicator<'_> {
     /// # Panics
     /// Where the buffer has no such elements.
     pub fn send_part(&self, send: &Buffer, part: Range<usize>, to: u32) -> Result<()> {
+        let send_to = self.nccl.functions.ncclSend;
         // SAFETY: as in `all_reduce`.
         let result = unsafe {
-            (self.nccl.functions.ncclSend)(
+            send_to(
                 send.part(&part).cast(),
                 part.len(),
                 FLOAT32,
@@ -420,7 +418,7 @@ impl Communicator<'_> {
                 self.stream,
             )
         };
-        self.nccl.check("ncclSend", result, self.comm)
+        self.check("ncclSend", result)
     }
 
     /// Has the stream run `function(argument)` when it gets there.

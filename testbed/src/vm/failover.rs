@@ -11,7 +11,7 @@ use std::{
     path::PathBuf,
     process::ExitCode,
     thread,
-    time::{Duration, SystemTime},
+    time::Duration,
 };
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -20,7 +20,7 @@ use fs_err as fs;
 use serde_json::{Value, json};
 
 use super::{Guest, Series};
-use crate::workspace::test_program;
+use crate::{random::fresh_seed, workspace::test_program};
 
 mod cases;
 mod identity;
@@ -125,10 +125,7 @@ pub fn run(options: &Options) -> Result<ExitCode> {
 /// # Errors
 /// As [`run`].
 pub fn run_cases(options: &Options, each: &mut dyn FnMut(&str)) -> Result<(usize, Value, bool)> {
-    let seed = options.seed.unwrap_or_else(|| {
-        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-        now.map_or(0, |now| now.as_nanos() as u64)
-    });
+    let seed = options.seed.unwrap_or_else(fresh_seed);
     let cases = match (options.measure, options.stress, options.full) {
         (true, ..) => measure::cases(options.runs, &options.part),
         (_, Some(count), _) => cases::stress(count, seed),

@@ -8,8 +8,7 @@ use super::{
 };
 use crate::faults::{
     cases::{PROMISED, Source, THRESHOLD},
-    job::Said,
-    score::first_rank,
+    observed::Verdict,
     truth::{Event, Moment, What},
 };
 
@@ -180,14 +179,14 @@ impl<'a> Course<'a> {
     }
 
     /// The ranks of the job that a verdict is by and names, if it is one on a late rank, and what for.
-    fn read(said: &Said) -> Option<(Group, u32, u32, Cause)> {
+    fn read(said: &Verdict) -> Option<(Group, u32, u32, Cause)> {
         let group = Group::of_size(said.ranks)?;
         let rank = |rank: u32| group.members().get(rank as usize).copied();
-        let (by, culprit) = (rank(said.rank)?, rank(first_rank(&said.verdict)?)?);
-        Some((group, by, culprit, Cause::of(&said.verdict)?))
+        let (by, culprit) = (rank(said.rank)?, rank(said.first_rank()?)?);
+        Some((group, by, culprit, Cause::of(&said.text)?))
     }
 
-    fn is_true(&self, said: &Said, lags: &Lags) -> bool {
+    fn is_true(&self, said: &Verdict, lags: &Lags) -> bool {
         let Some((group, by, culprit, cause)) = Self::read(said) else {
             return false;
         };
@@ -209,7 +208,7 @@ impl<'a> Course<'a> {
     }
 
     /// The report, with what is wrong printed.
-    pub(super) fn judge(&self, said: &[Said], lags: &Lags) -> Report {
+    pub(super) fn judge(&self, said: &[Verdict], lags: &Lags) -> Report {
         let mut report = Report {
             steps: self.steps.len(),
             verdicts: said.len(),
@@ -242,7 +241,7 @@ impl<'a> Course<'a> {
     fn promise(
         &self,
         report: &mut Report,
-        (said, lags): (&[Said], &Lags),
+        (said, lags): (&[Verdict], &Lags),
         (step, slot, number): Operation<'_>,
         by: u32,
     ) {
@@ -279,9 +278,13 @@ impl<'a> Course<'a> {
 mod tests {
     use super::super::steps::World;
     use super::*;
-    use crate::{demo::random::Random, faults::cases::Mode};
-
-    const MS: u64 = 1_000_000;
+    use crate::{
+        faults::{
+            cases::Mode,
+            observed::sample::{self, MS, event},
+        },
+        random::Random,
+    };
 
     /// A step with the smaller communicators' operations called, or without.
     fn step(parts: Option<Mode>, world: World) -> Step {
@@ -299,13 +302,9 @@ mod tests {
             .max()
             .unwrap()
             + 1;
-        let event = |rank, ms: u64, moment| Event {
-            rank,
-            ns: ms * MS,
-            what: What::Soaked {
-                operation: slot.number(0),
-                moment,
-            },
+        let event = |rank, ms, moment| {
+            let operation = slot.number(0);
+            event(rank, ms, What::Soaked { operation, moment })
         };
         let of_rank = |(rank, called, arrived): &(u32, u64, u64)| {
             [
@@ -318,17 +317,11 @@ mod tests {
         times.iter().flat_map(of_rank).collect()
     }
 
-    fn verdict(rank: u32, ranks: u32, ms: u64, text: &str) -> Said {
-        Said {
-            rank,
-            ranks,
-            ns: ms * MS,
-            operation: String::new(),
-            verdict: text.to_owned(),
-        }
+    fn verdict(rank: u32, ranks: u32, ms: u64, text: &str) -> Verdict {
+        sample::verdict(rank, ranks, ms, "", text)
     }
 
-    fn is_true(course: &Course<'_>, said: &Said) -> bool {
+    fn is_true(course: &Course<'_>, said: &Verdict) -> bool {
         course.is_true(said, &Lags::default())
     }
 

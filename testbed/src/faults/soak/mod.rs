@@ -22,12 +22,16 @@ mod steps;
 pub(super) use rank::Member;
 
 use super::{
-    Place,
-    cases::{Ranks, Source},
-    job::{Heard, Job, Reports, Said, Started},
+    cases::{RankKind, Source},
+    job::{Job, Setup, Started},
+    observed::{LogParser, Verdict},
     truth::{self, What},
 };
-use crate::{demo::random::Random, nccl::DeviceKind};
+use crate::{
+    nccl::DeviceKind,
+    random::Random,
+    ranks::{Heard, monotonic_ns},
+};
 use judge::Course;
 use steps::{RANKS, Slot, Step};
 
@@ -83,27 +87,27 @@ impl Report {
 ///
 /// # Errors
 /// If a job cannot be run. What is wrong with the verdicts makes the report, as does a job that fails.
-pub(super) fn run(place: &Place, minutes: f64, seed: u64, source: Source) -> Result<Report> {
-    let folder = &place.folder;
+pub(super) fn run(setup: &Setup, minutes: f64, seed: u64, source: Source) -> Result<Report> {
+    let folder = &setup.folder;
     fs::create_dir_all(folder)?;
     let time = Duration::from_secs_f64(minutes * 60.0);
     let reports = thread::scope(|scope| {
-        [Ranks::Process, Ranks::Thread]
-            .map(|kind| scope.spawn(move || soak(place, time, (kind, source), seed)))
+        [RankKind::Process, RankKind::Thread]
+            .map(|kind| scope.spawn(move || soak(setup, time, (kind, source), seed)))
             .map(|thread| thread.join().unwrap_or_else(|_| bail!("a thread panicked")))
     });
     let mut total = Report {
         seed,
         minutes,
         source: source.name(),
-        device: place.device.name(),
+        device: setup.device.name(),
         ..Report::default()
     };
     for report in reports {
         total.add(&report?);
     }
     let right = total.false_verdicts == 0 && total.failed == 0 && total.named == total.late;
-    let tested = total.late > 0 && (total.long_operations > 0 || !has_long(place.device));
+    let tested = total.late > 0 && (total.long_operations > 0 || !has_long(setup.device));
     if right && !tested {
         println!(
             "Nobody was late for long, or no operation took long by itself: there was nothing to be right about. Run it for longer, \
@@ -114,17 +118,15 @@ pub(super) fn run(place: &Place, minutes: f64, seed: u64, source: Source) -> Res
     Ok(total)
 }
 
-fn soak(place: &Place, time: Duration, (kind, source): (Ranks, Source), seed: u64) -> Result<Report> {
-    let file = |ending: &str| place.folder.join(format!("soak-{kind:?}.{ending}"));
+fn soak(setup: &Setup, time: Duration, (kind, source): (RankKind, Source), seed: u64) -> Result<Report> {
+    let file = |ending: &str| setup.folder.join(format!("soak-{kind:?}.{ending}"));
     let account = file("jsonl");
     let _ = fs::remove_file(&account);
     let started = Started {
-        xtask: &place.xtask,
-        library: &place.library,
+        setup,
         ranks: RANKS,
-        nodes: if kind == Ranks::Process { NODES } else { 1 },
+        nodes: if kind == RankKind::Process { NODES } else { 1 },
         kind,
-        device: place.device,
         source,
     };
     let mut job = Job::start(
@@ -136,7 +138,7 @@ fn soak(place: &Place, time: Duration, (kind, source): (Ranks, Source), seed: u6
         },
         &[("RINGSIGHT_WATCHDOG_ACTION", "abort".to_owned())],
     )?;
-    let Listened { said, text, lags } = listen(&mut job, time)?;
+    let Listened { verdicts, text, lags } = listen(&mut job, time)?;
     fs::write(file("log"), &text)?;
     let failed = job.wait(LIMIT, None);
     if let Some(wrong) = &failed {
@@ -152,11 +154,11 @@ fn soak(place: &Place, time: Duration, (kind, source): (Ranks, Source), seed: u6
     let count = last.max().map_or(0, |last| last / Slot::ALL.len() as u32 + 1);
     let mut random = Random::new(seed);
     let steps: Vec<Step> = (0..count)
-        .map(|_| Step::draw(&mut random, has_long(place.device)))
+        .map(|_| Step::draw(&mut random, has_long(setup.device)))
         .collect();
     // Ranks that are threads of a process share its GPUs.
-    let apart = place.device == DeviceKind::Host || kind == Ranks::Process;
-    let report = Course::new(&steps, &truth, source, apart).judge(&said, &lags);
+    let apart = setup.device == DeviceKind::Host || kind == RankKind::Process;
+    let report = Course::new(&steps, &truth, source, apart).judge(&verdicts, &lags);
     Ok(Report {
         failed: usize::from(failed.is_some()),
         ..report
@@ -165,7 +167,7 @@ fn soak(place: &Place, time: Duration, (kind, source): (Ranks, Source), seed: u6
 
 /// What came of listening to a job.
 struct Listened {
-    said: Vec<Said>,
+    verdicts: Vec<Verdict>,
     /// Everything that was written.
     text: String,
     lags: Lags,
@@ -182,7 +184,7 @@ const LATE: u64 = 5_000_000;
 impl Lags {
     /// A turn has begun then.
     fn turn(&mut self, begun_ns: u64) {
-        let now = truth::now_ns();
+        let now = monotonic_ns();
         let late = now.saturating_sub(begun_ns + TURN.as_nanos() as u64);
         if late > LATE {
             self.0.push((now, late));
@@ -199,35 +201,33 @@ impl Lags {
 
 /// Until all have ended, told to after a time.
 fn listen(job: &mut Job, time: Duration) -> Result<Listened> {
-    let (mut open, mut text) = (2 * job.count(), String::new());
-    let mut reports: Vec<Reports> = (0..job.count()).map(|_| Reports::default()).collect();
-    let (mut said, mut lags) = (Vec::new(), Lags::default());
+    let (mut open, mut text) = (2 * job.ranks.count(), String::new());
+    let mut logs: Vec<LogParser> = (0..job.ranks.count()).map(|_| LogParser::default()).collect();
+    let (mut verdicts, mut lags) = (Vec::new(), Lags::default());
     let (mut begin, mut told) = (Instant::now(), false);
     while open > 0 {
-        let turn = truth::now_ns();
-        let heard = job.heard.recv_timeout(TURN);
+        let turn = monotonic_ns();
+        let heard = job.ranks.heard().recv_timeout(TURN);
         lags.turn(turn);
         match heard {
-            Ok((index, Heard::Line { line, ns })) => {
-                said.extend(reports[index].line(&line, ns));
-                if line.starts_with("id ") {
-                    (1..job.count()).for_each(|other| job.tell(other, &line));
-                } else if line == "fault" {
+            Ok((index, Heard::Line { line, ns, .. })) => {
+                verdicts.extend(logs[index].line(&line, ns));
+                if !job.ranks.pass_id_on(index, &line) && line == "fault" {
                     begin = Instant::now();
                 }
                 text = text + &line + "\n";
             }
-            Ok((_, Heard::End)) => open -= 1,
+            Ok((_, Heard::End(_))) => open -= 1,
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => break,
         }
         if begin.elapsed() >= time && !told {
             told = true;
-            job.tell_all("end");
+            job.ranks.tell_all("end");
         }
         if begin.elapsed() > time + LIMIT {
             bail!("the ranks have not ended:\n{text}");
         }
     }
-    Ok(Listened { said, text, lags })
+    Ok(Listened { verdicts, text, lags })
 }

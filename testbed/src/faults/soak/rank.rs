@@ -10,14 +10,15 @@ use anyhow::{Result, bail};
 
 use super::steps::{Group, Late, RANKS, Slot, Step, World};
 use crate::{
-    demo::random::Random,
     faults::{
         call::Call,
         cases::{Mode, Operation, THRESHOLD},
-        truth::{Account, Moment, What},
-        worker::{Stage, Stages, say},
+        stages::{Stage, Stages},
+        truth::{Journal, Moment, What},
     },
     nccl::{Buffer, Communicator, Graph, Nccl, Reduce, UniqueId},
+    random::Random,
+    ranks::say,
 };
 
 /// Elements of what is not long.
@@ -29,7 +30,7 @@ const TAKES: Duration = THRESHOLD.saturating_mul(2);
 
 /// What the stream of a late rank computes.
 struct Compute {
-    truth: &'static Account,
+    truth: &'static Journal,
     rank: u32,
     operation: u32,
     time: Duration,
@@ -195,7 +196,7 @@ pub(in crate::faults) struct Member<'a> {
     pub(in crate::faults) stages: &'a Stages,
     pub(in crate::faults) seed: u64,
     /// Streams may refer to it until the process ends.
-    pub(in crate::faults) truth: &'static Account,
+    pub(in crate::faults) truth: &'static Journal,
     /// Streams are those of the host device, and there are long operations.
     pub(in crate::faults) on_host: bool,
 }

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use crate::{
-    demo::random::Random,
     faults::cases::{Mode, PROMISED, THRESHOLD},
+    random::Random,
 };
 
 pub(super) const RANKS: u32 = 4;

@@ -51,7 +51,7 @@ impl Member<'_> {
         self.begin()?;
         self.note(What::Called)?;
         let outcome = launched.launch(&communicator, calls);
-        self.note(What::Launched)?;
+        self.launched()?;
         if let Err(error) = outcome
             // The first of two calls may be found out before the second one is made.
             && communicator.state()?.0 == SUCCESS

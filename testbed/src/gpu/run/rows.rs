@@ -1,6 +1,6 @@
 //! What nccl-tests print.
 
-use crate::bench::median;
+use crate::stats::median;
 
 /// One line of a run: a size, with the results out of place and in place.
 #[derive(Clone, Debug, PartialEq)]

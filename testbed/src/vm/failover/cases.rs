@@ -1,5 +1,7 @@
 //! Which cases there are: in the words that the guest's program takes.
 
+use crate::random::Random;
+
 /// Work requests of a transfer of 64 steps: each is one with its bytes, and one that tells of them.
 const BOUNDARIES: u64 = 128;
 const WORK: [&str; 2] = ["sendrecv", "allreduce"];
@@ -19,11 +21,11 @@ pub(super) fn all() -> Vec<String> {
     cases
 }
 
-/// Some of the cases, each equally likely, in an order of the seed (splitmix64, Fisher and Yates).
-fn sample(mut cases: Vec<String>, count: usize, mut seed: u64) -> Vec<String> {
+/// Some of the cases, each equally likely, in an order of the seed (Fisher and Yates).
+fn sample(mut cases: Vec<String>, count: usize, seed: u64) -> Vec<String> {
+    let mut random = Random::new(seed);
     for last in (1..cases.len()).rev() {
-        seed = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        cases.swap(last, (mix(seed) % (last as u64 + 1)) as usize);
+        cases.swap(last, (random.bits() % (last as u64 + 1)) as usize);
     }
     cases.truncate(count);
     cases
@@ -39,11 +41,8 @@ pub(super) fn some(count: usize, seed: u64) -> Vec<String> {
 
 /// Transfers over failing links, by a seed: it is in the case, and so are all that it says.
 pub(super) fn stress(count: usize, seed: u64) -> Vec<String> {
-    let mut drawn = seed;
-    let mut draw = |of: &[u64]| {
-        drawn = drawn.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        of[(mix(drawn) >> 32) as usize % of.len()]
-    };
+    let mut random = Random::new(seed);
+    let mut draw = |of: &[u64]| of[(random.bits() >> 32) as usize % of.len()];
     let case = |number: u64| {
         let work = WORK[draw(&[0, 0, 1]) as usize];
         // Those of a machine that is busy are right at the edge of what is too short.
@@ -61,12 +60,6 @@ pub(super) fn stress(count: usize, seed: u64) -> Vec<String> {
         format!("{work} chaos both {chaos} loose=1 steps={steps} flaps={flaps} load={load} {settings}")
     };
     (0..count as u64).map(case).collect()
-}
-
-fn mix(value: u64) -> u64 {
-    let mut z = (value ^ value >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ z >> 31
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use fs_err as fs;
 
-use crate::workspace;
+use crate::{random::fnv1a, workspace};
 
 /// What decides what comes of a case: the protocol, what carries it out, the program that runs and judges it, and the links and the
 /// stand-in that it runs on.
@@ -59,15 +59,12 @@ fn collect(path: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
 /// FNV-1a of names and contents, by name.
 fn of(mut files: Vec<(String, Vec<u8>)>) -> String {
     files.sort();
-    let hash = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
-    let mut word = 0xcbf2_9ce4_8422_2325;
-    for (name, text) in &files {
-        for part in [name.as_bytes(), text] {
-            word = (part.len() as u64).to_le_bytes().iter().fold(word, hash);
-            word = part.iter().fold(word, hash);
-        }
-    }
-    format!("{word:016x}")
+    let parts = files.iter().flat_map(|(name, text)| [name.as_bytes(), text]);
+    let bytes = parts.flat_map(|part| {
+        let length = (part.len() as u64).to_le_bytes();
+        length.into_iter().chain(part.iter().copied())
+    });
+    format!("{:016x}", fnv1a(bytes))
 }
 
 #[cfg(test)]

@@ -7,6 +7,8 @@ use std::collections::BTreeMap;
 use clap::ValueEnum;
 use serde_json::{Value, json};
 
+use crate::stats::{mean, mean_ratio, quantile};
+
 /// Time-out of the runs in which nothing tells of the failure, in milliseconds.
 const TIMEOUT: u32 = 300;
 /// Pairs of runs whose costs and rates are compared: so many that what is between two of them by chance does not hide 3 %.
@@ -147,31 +149,10 @@ pub(super) fn spread(mut values: Vec<f64>) -> Value {
     values.sort_by(f64::total_cmp);
     json!({
         "runs": values.len(),
-        "p50": part(&values, 0.5),
-        "p99": part(&values, 0.99),
+        "p50": quantile(&values, 0.5),
+        "p99": quantile(&values, 0.99),
         "max": values.last(),
     })
-}
-
-/// The least of sorted values that a part of them does not exceed.
-fn part(sorted: &[f64], part: f64) -> Option<f64> {
-    let rank = (sorted.len() as f64 * part).ceil() as usize;
-    sorted.get(rank.saturating_sub(1)).copied()
-}
-
-/// Geometric mean of ratios, and the standard error of its logarithm: half and twice are equally far from one.
-fn mean_ratio(ratios: &[f64]) -> (f64, f64) {
-    let logs: Vec<f64> = ratios.iter().map(|ratio| ratio.ln()).collect();
-    let (log, error) = mean(&logs);
-    (log.exp(), error)
-}
-
-/// Mean and its standard error.
-fn mean(values: &[f64]) -> (f64, f64) {
-    let count = values.len() as f64;
-    let mean = values.iter().sum::<f64>() / count;
-    let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
-    (mean, (squares / (count - 1.0).max(1.0) / count).sqrt())
 }
 
 /// Results by group.
@@ -390,18 +371,6 @@ mod tests {
             2 * (PAIRS + LONG_PAIRS) + 400 + FAILBACKS + FLAPPINGS
         );
         assert!(cases[0].contains("of=on run=0") && cases[1].contains("of=off run=0"));
-    }
-
-    #[test]
-    fn a_percentile_is_a_value_that_was_measured() {
-        let values: Vec<f64> = (1..=200).map(f64::from).collect();
-        assert_eq!(
-            (part(&values, 0.5), part(&values, 0.99)),
-            (Some(100.0), Some(198.0))
-        );
-        assert_eq!(part(&[7.0], 0.99), Some(7.0));
-        assert_eq!(part(&[], 0.5), None);
-        assert_eq!(mean(&[1.0, 3.0]), (2.0, 1.0));
     }
 
     /// Runs of all groups that meet their goals.

@@ -9,7 +9,7 @@ use super::{
     super::step::{Steps, Verdict},
     driver::driver_on,
 };
-use crate::bench::median;
+use crate::stats::median;
 
 /// Processes, each with [`TURNS`]: another place in memory, another processor.
 const RUNS: usize = 5;

@@ -1,5 +1,7 @@
 //! Numbers that are the same on every rank and at every run with the same seed.
 
+use std::time::{SystemTime, UNIX_EPOCH};
+
 /// SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
 #[derive(Clone, Debug)]
 pub struct Random(u64);
@@ -33,6 +35,21 @@ impl Random {
         // The bias is below bound / 2^64.
         ((u128::from(self.bits()) * u128::from(bound)) >> 64) as u64
     }
+}
+
+/// A seed that differs from run to run, of at most five digits.
+#[must_use]
+pub fn fresh_seed() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(1, |since| since.as_nanos() as u64 % 100_000)
+}
+
+/// The FNV-1a hash of bytes.
+#[must_use]
+pub fn fnv1a(bytes: impl IntoIterator<Item = u8>) -> u64 {
+    bytes.into_iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    })
 }
 
 #[cfg(test)]
