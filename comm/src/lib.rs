@@ -6,6 +6,7 @@
 
 pub mod abi;
 pub mod bootstrap;
+pub(crate) mod buffer_exchange;
 pub mod checks;
 pub mod communicator;
 pub mod device;
@@ -16,6 +17,7 @@ pub mod launch;
 pub mod observe;
 pub mod op;
 pub mod plan;
+pub(crate) mod progress;
 pub mod proxy;
 pub mod topology;
 pub mod transport;

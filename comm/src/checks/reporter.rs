@@ -223,7 +223,7 @@ mod tests {
     use ringsight_records::{DataType, Flags, Function, ReduceOp};
 
     use super::*;
-    use crate::{error::ResultCode, plan::OpInfo};
+    use crate::{error::ResultCode, op::OpInfo};
 
     /// Ranks that talk by function calls; `deaf` ones hear nothing.
     struct World {

@@ -37,8 +37,8 @@ impl Communicator {
     pub(crate) fn reason(&self, error: Error) -> Error {
         if error.code == ResultCode::RemoteError && self.check_usable().is_ok() {
             // The ranks' operations no longer fit together either way.
-            self.checks.network(error.text.clone());
-            self.checks.wait();
+            self.launch.checks.network(error.text.clone());
+            self.launch.checks.wait();
         }
         self.check_usable().err().unwrap_or(error)
     }
@@ -69,7 +69,7 @@ impl Communicator {
             ));
         }
         // After a failure it is set, too; then there is more to say.
-        if self.abort.is_set() && self.async_error().is_none() {
+        if self.launch.abort.is_set() && self.async_error().is_none() {
             return Err(Error::usage("comm has been aborted"));
         }
         Ok(())
@@ -106,16 +106,16 @@ impl Communicator {
     /// What went wrong asynchronously meanwhile.
     pub fn flush(&self) -> Result<()> {
         let mut planner = self.planner();
-        planner.plans.wait(|_| {
+        planner.queue.submitted.wait(|_| {
             if let Err(error) = device().and_then(|device| device.check_health(self.device)) {
                 self.life.fail(Error::from(error));
             }
-            self.abort.is_set() || self.faults.get().is_some()
+            self.launch.abort.is_set() || self.faults.get().is_some()
         });
         drop(planner);
         // All of it: a peer may still wait for a tag that this rank only shows, when all that it asked for is here.
-        let failed = || self.abort.is_set() || self.faults.get().is_some();
-        self.posting.flush(failed);
+        let failed = || self.launch.abort.is_set() || self.faults.get().is_some();
+        self.launch.posting.flush(failed);
         self.async_error().map_or(Ok(()), Err)
     }
 
@@ -150,10 +150,13 @@ impl Communicator {
     /// After [`Communicator::give_up`]: waits until nothing runs any more, and forgets what went wrong before.
     pub fn quiesce(&self) {
         let mut planner = self.planner();
-        planner.plans.wait_aborted(GIVE_UP, || self.is_device_lost());
-        planner.plans.drop_spares();
+        planner
+            .queue
+            .submitted
+            .wait_aborted(GIVE_UP, || self.is_device_lost());
+        planner.queue.submitted.clear_pool();
         drop(planner);
-        self.membership.leave(&self.connector);
+        self.membership.leave(&self.launch.connector);
         self.faults.silence();
     }
 
@@ -162,7 +165,7 @@ impl Communicator {
     }
 
     pub(super) fn stop_mapping(&self) {
-        if let Some(maps) = &self.maps {
+        if let Some(maps) = &self.launch.maps {
             maps.stop();
         }
     }
@@ -174,19 +177,22 @@ impl Communicator {
         }
         // From here on replays of graphs that still hold plans of this communicator give up instead of waiting for
         // ranks and threads that are gone.
-        self.abort.set();
+        self.launch.abort.set();
         if let Some(watch) = self.watch() {
             watch.end(state == State::ABORTED);
         }
         let mut planner = self.planner();
-        planner.plans.wait_aborted(GIVE_UP, || self.is_device_lost());
-        planner.plans.drop_spares();
+        planner
+            .queue
+            .submitted
+            .wait_aborted(GIVE_UP, || self.is_device_lost());
+        planner.queue.submitted.clear_pool();
         if let Ok(device) = device()
             && let Ok(before) = device.mark()
         {
             // Nothing is left to be done about a device that is broken.
             let _ = device.set_current(self.device);
-            planner.order.clear(&**device);
+            planner.queue.order.clear(&**device);
             if let Some(watch) = self.watch() {
                 watch.close();
             }
@@ -194,8 +200,8 @@ impl Communicator {
         }
         drop(planner);
         self.stop_mapping();
-        self.membership.leave(&self.connector);
-        self.checks.stop();
+        self.membership.leave(&self.launch.connector);
+        self.launch.checks.stop();
         self.bootstrap.leave(state == State::ABORTED);
         lock(&self.table).take();
         if !self.ended.swap(true, Ordering::Relaxed) {
@@ -220,7 +226,7 @@ impl Communicator {
         self.check_fork()?;
         self.finalized.store(true, Ordering::Relaxed);
         let result = self.flush();
-        let has_failed = || self.abort.is_set() || self.faults.get().is_some();
+        let has_failed = || self.launch.abort.is_set() || self.faults.get().is_some();
         let failed = has_failed();
         if !failed {
             self.settle(has_failed);
@@ -233,6 +239,7 @@ impl Communicator {
     fn settle(&self, failed: impl Fn() -> bool) {
         let peers_settled = self.on_device(|_| {
             let settled = self
+                .launch
                 .peers
                 .as_ref()
                 .is_none_or(|peers| peers::is_settled(peers, &failed));

@@ -3,16 +3,12 @@
 //! They share the proxy's two threads and its sockets for requests. Connections, memory, abort words and bootstraps are
 //! each communicator's own, so each may be aborted without harm to the others. The proxy ends with the last of them.
 
-use std::{
-    collections::HashMap,
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicBool, Ordering},
-    },
+use std::sync::{
+    Arc, Mutex,
+    atomic::{AtomicBool, Ordering},
 };
 
 use ringsight_kernels::AbortWord;
-use ringsight_records::{Kind, Record, State};
 
 use super::lock;
 use crate::{
@@ -20,8 +16,7 @@ use crate::{
     checks::Checks,
     device::Device,
     error::Result,
-    observe,
-    op::OpInfo,
+    launch::OutstandingProxyOps,
     proxy::{Proxy, ProxyConfig, affinity::Cpus},
     topology::Topology,
     transport::{
@@ -34,7 +29,7 @@ use crate::{
 /// A proxy and the communicators of this rank that use it.
 pub(super) struct Family {
     pub(super) proxy: Arc<Proxy>,
-    pub(super) proxied: Arc<Proxied>,
+    pub(super) proxied: Arc<OutstandingProxyOps>,
     /// The proxy's abort word: set when no member is left.
     abort: Arc<AbortWord>,
     members: Arc<Members>,
@@ -68,7 +63,10 @@ impl Family {
         slot_bytes: usize,
         (wish, class): (Wish, Option<i32>),
     ) -> Result<Arc<Self>> {
-        let (proxied, members) = (Arc::new(Proxied::default()), Arc::new(Members::default()));
+        let (proxied, members) = (
+            Arc::new(OutstandingProxyOps::default()),
+            Arc::new(Members::default()),
+        );
         let abort = Arc::new(AbortWord::default());
         let proxy = Proxy::new(ProxyConfig {
             rank: bootstrap.rank(),
@@ -183,55 +181,5 @@ impl Drop for Membership {
         if !self.left.swap(true, Ordering::Relaxed) {
             self.family.leave(self.id);
         }
-    }
-}
-
-/// Proxy operations that are still to finish, by (operation, replay).
-#[derive(Debug, Default)]
-pub(super) struct Proxied(Mutex<HashMap<(u32, u32), Outstanding>>);
-
-/// Proxy operations of one run of one operation.
-#[derive(Debug)]
-struct Outstanding {
-    left: u32,
-    total: u32,
-    info: OpInfo,
-}
-
-impl Proxied {
-    /// Expects `count` proxy operations of `info` to finish.
-    pub(super) fn expect(&self, info: OpInfo, replay: u32, count: u32) {
-        lock(&self.0).insert(
-            (info.op, replay),
-            Outstanding {
-                left: count,
-                total: count,
-                info,
-            },
-        );
-    }
-
-    /// One has finished.
-    fn completed(&self, op: u32, replay: u32) {
-        let mut waiting = lock(&self.0);
-        let Some(outstanding) = waiting.get_mut(&(op, replay)) else {
-            return;
-        };
-        outstanding.left -= 1;
-        if outstanding.left == 0 {
-            let Outstanding { total, info, .. } = *outstanding;
-            waiting.remove(&(op, replay));
-            drop(waiting);
-            let record = info.record(Kind::ProxyCompleted, State::STOP, observe::now_ns(), replay);
-            observe::emit(&Record {
-                value: u64::from(total),
-                ..record
-            });
-        }
-    }
-
-    /// Forgets those of a communicator, which were given up.
-    fn forget(&self, comm: u64) {
-        lock(&self.0).retain(|_, outstanding| outstanding.info.comm != comm);
     }
 }

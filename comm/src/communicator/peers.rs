@@ -16,9 +16,10 @@ use ringsight_kernels::{
     cuda::peer_memory::{self, MAX_PEERS, MESSAGE_COUNTS, PeerHeader, PreviousRing, are_messages_received},
 };
 
-use super::{arenas::Shared as Near, maps::Mapped};
+use super::arenas::Shared as Near;
 use crate::{
     bootstrap::Bootstrap,
+    buffer_exchange::Mapped,
     device::{Device, DeviceError, Share, device},
     error::{Error, Result, ResultCode},
     log,

@@ -1,7 +1,7 @@
 //! Buffers and windows that the caller has registered with a communicator.
 //!
 //! On host memory there is nothing to map or to pin: every rank of a node copies through FIFOs. Memory of GPUs is shown to ranks of other
-//! processes ([`super::maps`]). What is registered is
+//! processes ([`crate::buffer_exchange`]). What is registered is
 //! known, so that handles are checked and operations on registered buffers are marked ([`Flags::REGISTERED`]).
 //!
 //! [`Flags::REGISTERED`]: ringsight_records::Flags::REGISTERED
@@ -138,7 +138,7 @@ impl Communicator {
     /// It is none of this communicator's.
     pub(crate) fn deregister(&self, name: &str, handle: usize) -> Result<()> {
         self.registrations.remove(name, handle)?;
-        if let Some(maps) = &self.maps {
+        if let Some(maps) = &self.launch.maps {
             maps.deregister(|addresses| self.registrations.overlaps(&addresses));
         }
         Ok(())
@@ -151,7 +151,7 @@ impl Communicator {
 
     /// Lets other processes map a buffer before the first operation that uses it, if they can.
     fn show(&self, address: usize, bytes: usize) {
-        let Some(maps) = &self.maps else { return };
+        let Some(maps) = &self.launch.maps else { return };
         let shown = self.on_device(|device| {
             maps.register(device, address, bytes);
             Ok(())

@@ -26,7 +26,12 @@ impl Communicator {
     pub(super) fn scratch(&self, number: u32, bytes: u64) -> Result<Option<Arc<Scratch>>> {
         let has_kernels = has_sum_kernel(ReduceOp::Sum, DataType::Float32, self.ranks);
         let functions = [Function::AllReduce, Function::ReduceScatter];
-        let least = functions.map(|function| self.limits.engine_bytes_of(function, self.ranks));
+        let least = functions.map(|function| {
+            self.launch
+                .capabilities
+                .limits
+                .engine_bytes_of(function, self.ranks)
+        });
         if !has_kernels || least.into_iter().all(|least| bytes < least) {
             return Ok(None);
         }
@@ -41,7 +46,7 @@ impl Communicator {
     }
 
     fn make_scratch(&self, number: u32) -> Result<std::result::Result<Arc<Scratch>, String>> {
-        let tile_bytes = tile_bytes(self.ranks as usize, self.limits.piece_bytes);
+        let tile_bytes = tile_bytes(self.ranks as usize, self.launch.capabilities.limits.piece_bytes);
         let bytes = scratch_bytes(self.ranks as usize, tile_bytes);
         let own = self
             .on_device(|device| Ok(device.share(usize::try_from(bytes).unwrap_or(usize::MAX))?))

@@ -1,7 +1,7 @@
 //! Windows: buffers that all ranks register together, and what copy engines need to know of them.
 //!
 //! The ranks of a node tell each other, when they register a window with `NCCL_WIN_COLL_SYMMETRIC`, where their parts are, and each finds
-//! out where it reaches those of the others: in its own process at the same address, in others where it has mapped what these have shown ([`super::maps`]). If all reach all, a collective whose receive buffer is in
+//! out where it reaches those of the others: in its own process at the same address, in others where it has mapped what these have shown ([`crate::buffer_exchange`]). If all reach all, a collective whose receive buffer is in
 //! the window, at the same place on all ranks as the flag promises, can be done by copies that each host queues. Which place it is goes into
 //! the operation's tag: a rank that does not keep the promise is found out.
 //!
@@ -183,7 +183,13 @@ impl Communicator {
             return None;
         }
         let [(send, sent), (recv, received)] = request.buffers(self.ranks);
-        if (sent.max(received) as u64) < self.limits.engine_bytes_of(request.function, self.ranks) {
+        if (sent.max(received) as u64)
+            < self
+                .launch
+                .capabilities
+                .limits
+                .engine_bytes_of(request.function, self.ranks)
+        {
             return None;
         }
         let overlap = send < recv.saturating_add(received) && recv < send.saturating_add(sent);
@@ -220,7 +226,7 @@ impl Communicator {
         let offers: Vec<Offer> = offers.iter().map(|bytes| parse(bytes)).collect();
         let bytes = offers.iter().flatten().map(|(_, bytes, _)| *bytes).min();
         let bytes = bytes.unwrap_or(0);
-        let least = self.limits.least_engine_bytes(self.ranks);
+        let least = self.launch.capabilities.limits.least_engine_bytes(self.ranks);
         let window = match self.first_of(offers.iter().map(|offer| offer.as_ref().err())) {
             Some(why) => Err(why),
             // Nothing in it is long enough.
@@ -308,7 +314,7 @@ impl Communicator {
         if !self.windows.for_engines {
             return None;
         }
-        let peers = match (&self.peers, part.is_symmetric) {
+        let peers = match (&self.launch.peers, part.is_symmetric) {
             (None, _) => return Some(Err("ranks do not reach each other's memory".into())),
             (_, false) => return Some(Err("registered without NCCL_WIN_COLL_SYMMETRIC".into())),
             (Some(peers), true) => peers,
@@ -324,7 +330,7 @@ impl Communicator {
     fn shown(&self, device: &dyn Device, peers: &PeerMemory, part: &Part) -> Option<ExportedBuffer> {
         let buffer = (part.address, part.bytes);
         if peers.foreign != 0 {
-            return self.maps.as_ref()?.of_operation(device, buffer, false);
+            return self.launch.maps.as_ref()?.of_operation(device, buffer, false);
         }
         let near = devices_near(&self.topology, peers);
         let is_open = device.allocation(buffer.0, buffer.1, self.device).is_some()
@@ -335,7 +341,7 @@ impl Communicator {
     /// Finds where this rank reaches the parts of all others.
     fn reach(&self, offers: &[Offer]) -> std::result::Result<Window, String> {
         let none = || "ranks do not reach each other's memory".to_owned();
-        let peers = self.peers.as_ref().ok_or_else(none)?;
+        let peers = self.launch.peers.as_ref().ok_or_else(none)?;
         let (mut places, mut memory) = (Vec::new(), Vec::new());
         for (rank, offer) in (0..).zip(offers) {
             let (address, _, shown) = offer.clone()?;
@@ -343,7 +349,7 @@ impl Communicator {
                 places.push(address);
                 continue;
             }
-            let maps = self.maps.as_ref().ok_or_else(none)?;
+            let maps = self.launch.maps.as_ref().ok_or_else(none)?;
             let mapped = maps
                 .reached(rank, (shown.number, shown.generation), PATIENCE, || {
                     self.check_usable().is_err()
@@ -380,7 +386,7 @@ impl Communicator {
         self.windows.remove(handle);
         // What has been launched with it and is over does not keep it: now, or from the next operation on.
         if let Ok(mut planner) = self.planner.try_lock() {
-            planner.plans.drain();
+            planner.queue.submitted.drain();
         }
         Ok(())
     }

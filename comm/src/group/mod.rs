@@ -19,10 +19,10 @@ use crate::{
     communicator::{Communicator, Lifecycle},
     device::{Capture, Stream},
     error::{Error, Result, ResultCode},
-    launch::reclaim::Spare,
+    launch::PooledPlan,
     log, observe,
     op::{OpInfo, Request, Task, api_name},
-    plan::{self, Exchange},
+    plan::{self, GroupMessages},
 };
 
 pub use jobs::{Job, Made, submit};
@@ -33,12 +33,12 @@ struct Tasks {
     comm: Arc<Communicator>,
     collectives: SmallVec<[Task; 1]>,
     /// In a box: most groups have none.
-    exchange: Option<Box<Exchange>>,
+    messages: Option<Box<GroupMessages>>,
     streams: SmallVec<[Stream; 1]>,
     /// Of its first operation; all others must be in the same.
     capture: Option<Capture>,
-    /// Memory for its first plan, if there was some when operations were called.
-    spare: Option<Spare>,
+    /// For its first plan, if there was one when operations were called.
+    pooled: Option<PooledPlan>,
 }
 
 /// The calling thread's group.
@@ -151,7 +151,7 @@ pub fn end() -> Result<()> {
 
 /// Closes a level; the outermost one makes the group's communicators, and forgets its operations instead of launching
 /// them. Returns what `check`, called before anything is made, returned, and how long the operations would take
-/// ([`crate::plan::estimate`]); `None` for an inner level. With non-blocking communicators the result of making them may be
+/// ([`crate::launch::estimate`]); `None` for an inner level. With non-blocking communicators the result of making them may be
 /// still to come: the third value is `ncclInProgress` then.
 ///
 /// # Errors
@@ -297,10 +297,10 @@ impl Group {
                 self.tasks.push(Tasks {
                     comm,
                     collectives: SmallVec::new(),
-                    exchange: None,
+                    messages: None,
                     streams: SmallVec::new(),
                     capture,
-                    spare: None,
+                    pooled: None,
                 });
                 self.tasks.len() - 1
             });
@@ -320,21 +320,22 @@ impl Group {
         let window = comm.window_of(&request);
         let (op, (seq, node), method) = {
             let mut planner = comm.planner();
-            if tasks.spare.is_none() {
-                tasks.spare = planner.plans.spare();
+            if tasks.pooled.is_none() {
+                tasks.pooled = planner.queue.submitted.take_pooled();
             }
-            let spare = tasks.spare.as_ref().filter(|_| window.is_none());
-            let method = match spare.and_then(|spare| spare.serves(&request)) {
+            let pooled = tasks.pooled.as_ref().filter(|_| window.is_none());
+            let method = match pooled.and_then(|pooled| pooled.serves(&request)) {
                 Some(method) => method,
-                None => plan::choose(&mut request, window, comm)?,
+                None => comm.launch.capabilities.choose(&request, window.as_ref())?,
             };
+            request.window = window.filter(|_| method.path.is_copy_engine());
             let op = if graph == 0 {
                 observe::next_op()
             } else {
                 observe::next_captured_op()
             };
             if op & CAPTURED != 0 {
-                planner.plans.note_captured_op(graph, op);
+                planner.queue.submitted.note_captured_op(graph, op);
             }
             (op, planner.sequences.next(request.function, peer, graph), method)
         };
@@ -367,8 +368,8 @@ impl Group {
             tid: thread_id(),
         };
         if by_messages {
-            let exchange = tasks.exchange.get_or_insert_default();
-            exchange.push(task, comm.rank, comm.ranks);
+            let messages = tasks.messages.get_or_insert_default();
+            messages.push(task, comm.rank, comm.ranks);
         } else {
             tasks.collectives.push(task);
         }
@@ -380,7 +381,7 @@ impl Group {
         self.tasks
             .iter_mut()
             .flat_map(|tasks| {
-                let message = tasks.exchange.as_mut().and_then(|exchange| exchange.last());
+                let message = tasks.messages.as_mut().and_then(|messages| messages.last());
                 message.into_iter().chain(tasks.collectives.last_mut())
             })
             .find(|task| task.info.op == info.op)

@@ -14,15 +14,15 @@ use smallvec::{SmallVec, smallvec};
 use super::{Group, Tasks, announce, jobs::Made, wants_calls};
 use crate::{
     communicator::{Background, Communicator, Lifecycle},
-    device::{Device, End, Stream},
+    device::{Device, Stream},
     error::{Error, Result, ResultCode},
-    launch::Launching,
+    launch::{self, GroupLaunch, PooledPlan},
     observe,
     op::{OpInfo, Task},
-    plan::{self, Exchange, Plans},
+    plan::GroupMessages,
 };
 
-/// Launches a kernel that never ends as an operation of this rank ([`plan::stuck`]), on a stream of its own.
+/// Launches a kernel that never ends as an operation of this rank ([`GroupLaunch::stuck`]), on a stream of its own.
 ///
 /// # Errors
 /// The communicator cannot be used, or the system.
@@ -40,20 +40,12 @@ pub(crate) fn launch_stuck(comm: &Arc<Communicator>) -> Result<()> {
 
 fn launch_stuck_on(comm: &Arc<Communicator>, device: &dyn Device, stream: Stream) -> Result<()> {
     let streams = [stream];
-    let mut launching = Launching {
-        comm,
-        streams: &streams,
-        capture: None,
-        at_once: false,
-        plans: plan::stuck(comm, stream, observe::next_group())?,
-        next: 0,
-        end: End::Marked,
-    };
-    let mut planner = comm.planner();
-    planner.plans.drain();
-    launching.prepare(device, &mut planner)?;
-    launching.launch(device, &mut planner, &mut SmallVec::new())?;
-    launching.finish(device, &mut planner)
+    let mut launch = GroupLaunch::stuck(&comm.launch, &streams, observe::next_group())?;
+    let queue = &mut comm.planner().queue;
+    queue.submitted.drain();
+    launch.prepare(device, queue, || comm.check_usable())?;
+    let launched = launch.launch_all(device, queue, &mut SmallVec::new());
+    launch.finish_after(launched, device, queue)
 }
 
 impl Group {
@@ -77,7 +69,7 @@ impl Group {
         lives.sort_by_key(Arc::as_ptr);
         lives.dedup_by(|one, other| Arc::ptr_eq(one, other));
         let mut words = self.jobs.words();
-        words.extend(self.tasks.iter().map(|tasks| tasks.comm.abort.clone()));
+        words.extend(self.tasks.iter().map(|tasks| tasks.comm.launch.abort.clone()));
         let work = Background::new(words);
         for life in &lives {
             life.begin(&work);
@@ -167,7 +159,7 @@ impl Group {
     fn forget(&self, launched: &[OpInfo]) {
         let launched: HashSet<u32> = launched.iter().map(|info| info.op).collect();
         for tasks in &self.tasks {
-            let all = tasks.collectives.iter().chain(tasks.exchange().tasks());
+            let all = tasks.collectives.iter().chain(tasks.messages().tasks());
             let mut forgotten: Vec<&Task> = all.filter(|task| !launched.contains(&task.info.op)).collect();
             tasks.comm.planner().sequences.give_back(&mut forgotten);
         }
@@ -177,18 +169,17 @@ impl Group {
         let all: usize = self.tasks.iter().map(Tasks::len).sum();
         let at_once = self.lone && self.blocking != Some(false);
         let number = self.number;
-        let begin = |tasks| Launching::of(tasks, number, at_once);
-        let mut launchings: SmallVec<[Launching<'_>; 1]> = match &mut *self.tasks {
-            // Made where it stays: it has a thousand bytes.
+        let begin = |tasks| Member::new(tasks, at_once);
+        let mut members: SmallVec<[Member<'_>; 1]> = match &mut *self.tasks {
+            // Made where it stays: it has several hundred bytes.
             [tasks] => smallvec![begin(tasks)],
             all => all.iter_mut().map(begin).collect(),
         };
-        for launching in &mut launchings {
-            let comm = launching.comm;
-            launching.plans.build().map_err(|error| comm.reason(error))?;
+        for member in &mut members {
+            member.plan(number)?;
         }
-        Self::launch_all(&mut launchings, launched).map_err(|error| {
-            launchings.iter().for_each(Launching::abandon);
+        Self::launch_all(&mut members, launched).map_err(|error| {
+            members.iter().for_each(|member| member.launch.abandon());
             match launched.len() {
                 0 => error,
                 some => error.within(&format!(
@@ -198,92 +189,96 @@ impl Group {
         })
     }
 
-    fn launch_all(launchings: &mut [Launching<'_>], launched: &mut SmallVec<[OpInfo; 1]>) -> Result<()> {
+    fn launch_all(members: &mut [Member<'_>], launched: &mut SmallVec<[OpInfo; 1]>) -> Result<()> {
         // The same in one go: what follows, where there is nobody to take turns with.
-        if let [launching] = launchings {
-            let comm = launching.comm;
+        if let [Member { comm, launch, .. }] = members {
             return comm.on_device(|device| {
-                let mut planner = comm.planner();
-                launching.prepare(device, &mut planner)?;
-                let all = launching.launch_all(device, &mut planner, launched);
-                launching.finish_after(all, device, &mut planner)
+                let queue = &mut comm.planner().queue;
+                launch.prepare(device, queue, || comm.check_usable())?;
+                let all = launch.launch_all(device, queue, launched);
+                launch.finish_after(all, device, queue)
             });
         }
-        type Step<'a> = &'a mut dyn FnMut(&mut Launching<'_>, &dyn Device) -> Result<()>;
-        let each = |launchings: &mut [Launching<'_>], step: Step<'_>| {
-            launchings
+        type Step<'a> = &'a mut dyn FnMut(&mut Member<'_>, &dyn Device) -> Result<()>;
+        let each = |members: &mut [Member<'_>], step: Step<'_>| {
+            members
                 .iter_mut()
-                .try_for_each(|launching| launching.comm.on_device(|device| step(launching, device)))
+                .try_for_each(|member| member.comm.on_device(|device| step(member, device)))
         };
-        each(launchings, &mut |launching, device| {
-            launching.prepare(device, &mut launching.comm.planner())
+        each(members, &mut |Member { comm, launch, .. }, device| {
+            launch.prepare(device, &mut comm.planner().queue, || comm.check_usable())
         })?;
         // All plans of a communicator before those of the next one, since ranks may have cut their messages differently,
         // and a plan then waits for a later one of its peer. But several ranks of one communicator in this process go
         // round by round: none runs ahead of the others.
-        let mut by_turns = |launchings: &mut [Launching<'_>]| {
-            for ranks in launchings.chunk_by_mut(|one, next| one.comm.id == next.comm.id) {
+        let mut by_turns = |members: &mut [Member<'_>]| {
+            for ranks in members.chunk_by_mut(|one, next| one.comm.id == next.comm.id) {
                 let mut more = true;
                 while mem::take(&mut more) {
-                    each(ranks, &mut |launching, device| {
-                        let mut planner = launching.comm.planner();
-                        more |= launching.launch(device, &mut planner, launched)?;
+                    each(ranks, &mut |Member { comm, launch, .. }, device| {
+                        more |= launch.launch_next(device, &mut comm.planner().queue, launched)?;
                         Ok(())
                     })?;
                 }
             }
             Ok(())
         };
-        let mut result = by_turns(launchings);
-        for launching in launchings {
-            let comm = launching.comm;
-            result = comm.on_device(|device| launching.finish_after(result, device, &mut comm.planner()));
+        let mut result = by_turns(members);
+        for Member { comm, launch, .. } in members {
+            result = comm.on_device(|device| launch.finish_after(result, device, &mut comm.planner().queue));
         }
         result
     }
 }
 
-impl<'a> Launching<'a> {
+/// One communicator of a group that is launched.
+struct Member<'a> {
+    comm: &'a Arc<Communicator>,
+    collectives: &'a [Task],
+    messages: &'a GroupMessages,
+    pooled: Option<PooledPlan>,
+    launch: GroupLaunch<'a>,
+}
+
+impl<'a> Member<'a> {
     /// What is asked of one communicator, not planned yet.
-    fn of(tasks: &'a mut Tasks, group: u32, at_once: bool) -> Self {
-        let spare = tasks.spare.take();
+    fn new(tasks: &'a mut Tasks, at_once: bool) -> Self {
+        let pooled = tasks.pooled.take();
         let tasks = &*tasks;
-        let persistent = tasks.capture.is_some();
         Self {
             comm: &tasks.comm,
-            streams: &tasks.streams,
-            capture: tasks.capture,
-            at_once,
-            plans: Plans::new(
-                &tasks.comm,
-                (&tasks.collectives, tasks.exchange()),
-                persistent,
-                Some(group),
-                spare,
-            ),
-            next: 0,
-            end: End::Marked,
+            collectives: &tasks.collectives,
+            messages: tasks.messages(),
+            pooled,
+            launch: GroupLaunch::new(&tasks.comm.launch, &tasks.streams, tasks.capture, at_once),
         }
+    }
+
+    /// Plans it as part of a group.
+    fn plan(&mut self, group: u32) -> Result<()> {
+        self.launch
+            .plan((self.collectives, self.messages), group, self.pooled.take())
+            .map_err(|error| self.comm.reason(error))
     }
 }
 
 impl Tasks {
-    /// What goes by messages.
-    fn exchange(&self) -> &Exchange {
-        self.exchange.as_deref().unwrap_or(Exchange::none())
+    /// Its messages, and what is made of messages.
+    fn messages(&self) -> &GroupMessages {
+        self.messages.as_deref().unwrap_or(GroupMessages::none())
     }
 
     /// Operations.
     fn len(&self) -> usize {
-        self.collectives.len() + self.exchange().tasks().len()
+        self.collectives.len() + self.messages().tasks().len()
     }
 
     /// How long they would take.
     fn estimate(&self) -> Result<Duration> {
-        plan::estimate(
-            &self.comm,
+        launch::estimate(
+            &self.comm.launch,
             &self.collectives,
-            self.exchange(),
+            self.messages(),
             self.capture.is_some(),
         )
     }

@@ -40,18 +40,18 @@ pub const NETWORK: Way = Way {
 
 /// The load of one plan.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Load {
+pub(crate) struct Load {
     ns: f64,
 }
 
 impl Load {
     /// Adds `slots` slots with `bytes` bytes together.
-    pub(super) fn add(&mut self, way: Way, slots: u32, bytes: usize) {
+    pub(crate) fn add(&mut self, way: Way, slots: u32, bytes: usize) {
         self.ns += way.slot_ns * f64::from(slots) + way.byte_ns * bytes as f64;
     }
 
     /// Adds a work of a collective; `way` is that of its ring.
-    pub(super) fn add_work(&mut self, work: &Work, way: Way) {
+    pub(crate) fn add_work(&mut self, work: &Work, way: Way) {
         let part = work.part.len() * work.data_type.size();
         if matches!(work.connections, Connections::Local) {
             return self.add(LOCAL, 0, part);
@@ -62,7 +62,7 @@ impl Load {
     }
 
     /// How long the plan would take.
-    pub(super) fn time(self) -> Duration {
+    pub(crate) fn time(self) -> Duration {
         Duration::from_nanos((LAUNCH_NS + self.ns) as u64)
     }
 }

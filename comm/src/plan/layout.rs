@@ -1,208 +1,232 @@
-//! Which task goes into which plan.
+//! Which task goes into which plan, on which channels.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, ops::Range};
 
-use ringsight_kernels::cuda::messages;
-use ringsight_records::Function;
-use smallvec::{SmallVec, smallvec};
+use ringsight_comm_base::error::{Error, Result};
+use ringsight_kernels::{cuda::messages::MAX as MAX_PEER_MESSAGES, schedule::divisible};
+use smallvec::SmallVec;
 
 use super::{
-    Exchange, Plan, again,
-    algorithm::{self, Engines},
-    builder::Builder,
-    estimate, table,
+    capabilities::Capabilities,
+    channels::{self, Picker},
+    messages::{GroupMessages, Message},
 };
-use crate::{
-    communicator::Communicator,
-    error::{Error, Result},
-    launch::{
-        observer::{OpState, Shared},
-        reclaim::Spare,
-    },
-    op::{Method, Request, Task, WindowBuffer, is_made_of_messages},
-};
+use crate::op::Task;
 
-/// Chooses how an operation is done. `window` is the symmetric window that its buffer is in; it stays in the request only if copy engines do
-/// the operation there.
-pub(crate) fn choose(
-    request: &mut Request,
-    window: Option<WindowBuffer>,
-    comm: &Communicator,
-) -> Result<Method> {
-    let function = request.function;
-    let bytes = request.bytes_of_choice(comm.ranks);
-    let engines = match &window {
-        None => Engines::NoWindow,
-        Some(buffer) if buffer.window.is_none() => Engines::NotReached,
-        Some(buffer) if buffer.serves(request) => Engines::Reach,
-        Some(_) => Engines::Unfit,
+/// What one group asks of one communicator, laid out into plans.
+pub(crate) struct Layout<'a> {
+    /// In the order of their launch.
+    pub(crate) plans: SmallVec<[Plan<'a>; 1]>,
+    /// Operations made of messages, in call order; each is an operation of the first of its plans.
+    pub(crate) spreads: Vec<Spread<'a>>,
+}
+
+/// What one kernel launch will do.
+pub(crate) struct Plan<'a> {
+    /// In the order in which each channel does it.
+    pub(crate) works: SmallVec<[PlannedWork<'a>; 1]>,
+    /// Operations that are in no other plan.
+    pub(crate) ops: SmallVec<[PlannedOp<'a>; 1]>,
+    /// Operations made of messages whose tag is shown round a ring.
+    pub(crate) tagged: Vec<&'a Task>,
+    kind: Kind,
+    picker: Picker,
+}
+
+/// What a plan may hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// Work of channels: rings and messages through FIFOs.
+    Channels,
+    /// One collective in peer memory, and nothing else: so it is the same plan on all ranks.
+    PeerCollective,
+    /// Messages in peer memory, and nothing else.
+    PeerMessages,
+}
+
+/// One channel's part of one operation.
+pub(crate) struct PlannedWork<'a> {
+    pub(crate) task: &'a Task,
+    pub(crate) channel: u8,
+    /// As [`ringsight_kernels::Work::part`].
+    pub(crate) part: Range<usize>,
+    pub(crate) route: Route,
+}
+
+/// Where a work's data goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Route {
+    /// Round the channel's ring.
+    Ring,
+    /// Round the channel's ring, with nothing but the operation's tag: where ranks call different operations, their messages need not meet, but
+    /// rings do.
+    Tag,
+    /// Through peer memory.
+    Peers,
+    /// From one address of this rank to another.
+    Local { from: usize, to: usize },
+    /// To a peer, from this address.
+    Send { peer: u32, from: usize },
+    /// From a peer, to this address.
+    Recv { peer: u32, to: usize },
+}
+
+/// An operation of a plan.
+pub(crate) struct PlannedOp<'a> {
+    pub(crate) task: &'a Task,
+    /// The receive that a send to oneself is done with.
+    pub(crate) twin: Option<&'a Task>,
+    /// Its channels.
+    pub(crate) channel_mask: u64,
+}
+
+/// An operation made of messages: they may be in several plans.
+pub(crate) struct Spread<'a> {
+    pub(crate) task: &'a Task,
+    /// Its channels, by index of the plan. Never empty.
+    pub(crate) masks: BTreeMap<usize, u64>,
+}
+
+impl Plan<'_> {
+    fn new(kind: Kind, channels: usize) -> Self {
+        Self {
+            works: SmallVec::new(),
+            ops: SmallVec::new(),
+            tagged: Vec::new(),
+            kind,
+            picker: Picker::new(channels),
+        }
+    }
+}
+
+/// Lays out what a group asks of a communicator: a pure function, the same on all ranks as far as their calls are.
+///
+/// Collectives drain before messages ([module documentation](super)). A plan that is not `persistent` (captured) fills at most half of the work FIFO.
+///
+/// # Errors
+/// Messages of this rank to itself that do not pair.
+pub(crate) fn lay_out<'a>(
+    capabilities: &Capabilities,
+    collectives: &'a [Task],
+    messages: &'a GroupMessages,
+    persistent: bool,
+) -> Result<Layout<'a>> {
+    let mut planner = Planner {
+        capabilities,
+        budget: if persistent {
+            usize::MAX
+        } else {
+            capabilities.work_fifo_depth / 2
+        },
+        plans: SmallVec::new(),
     };
-    let asked = algorithm::Asked {
-        engines,
-        function,
-        reduce_op: request.reduce_op,
-        data_type: request.data_type,
-        bytes,
-        ranks: comm.ranks,
-        slot_bytes: comm.slot_bytes,
-        one_shot: comm.one_shot,
-        peers: comm.peers.is_some(),
-        limits: comm.limits,
-    };
-    let row = table::choose(&asked).ok_or_else(|| table::none_left(&asked))?;
-    request.window = window.filter(|_| row.path.is_copy_engine());
-    let parts = comm.near_parts();
-    // Of a message that there is room for, the same on all ranks; an operation round rings has all channels.
-    let available = match parts {
-        Some(parts) if is_made_of_messages(function) => parts,
-        _ => comm.channels(),
-    };
-    Ok(Method {
-        algorithm: row.algorithm,
-        path: row.path,
-        channels: row.path.channels(bytes, available, parts.is_some()),
+    planner.lay_out_collectives(collectives, messages.tasks());
+    let spreads = planner.lay_out_messages(messages)?;
+    Ok(Layout {
+        plans: planner.plans,
+        spreads,
     })
 }
 
-/// Whether a task drains with the messages: its function is made of messages, and no kernel does all of it in peer memory.
-pub(crate) fn drains_with_messages(function: Function, method: &Method) -> bool {
-    function.is_p2p() || is_made_of_messages(function) && !method.path.is_peer_access()
-}
-
-/// The plans of a group on one communicator. They stay where they are made: each has several hundred bytes.
-pub(crate) struct Plans<'a> {
-    comm: &'a Communicator,
-    collectives: &'a [Task],
-    exchange: &'a Exchange,
-    /// They are captured.
-    persistent: bool,
-    /// `None`: only to know what they would take.
-    group: Option<u32>,
-    /// For the next plan.
-    spare: Option<Spare>,
-    made: SmallVec<[Builder<'a>; 1]>,
-    /// The only one, where that needs no making.
-    again: Option<Plan>,
-}
-
-impl<'a> Plans<'a> {
-    /// None yet, of a group; without one they only say what they would take. The first plan has the memory of one that is over, if
-    /// there is one.
-    pub(crate) fn new(
-        comm: &'a Communicator,
-        (collectives, exchange): (&'a [Task], &'a Exchange),
-        persistent: bool,
-        group: Option<u32>,
-        spare: Option<Spare>,
-    ) -> Self {
-        Self {
-            comm,
-            collectives,
-            exchange,
-            persistent,
-            group,
-            spare,
-            made: SmallVec::new(),
-            again: None,
-        }
-    }
-
-    /// One that is in the making.
-    pub(super) fn of(comm: &'a Communicator, builder: Builder<'a>) -> Self {
-        Self {
-            made: smallvec![builder],
-            ..Self::new(comm, (&[], Exchange::none()), false, None, None)
-        }
-    }
-
-    /// Plans everything that a group asks of the communicator.
-    pub(crate) fn build(&mut self) -> Result<()> {
-        if let ([task], [], Some(group), false) = (
-            self.collectives,
-            self.exchange.tasks(),
-            self.group,
-            self.persistent,
-        ) {
-            again::plan(self.comm, &mut self.spare, task, group, &mut self.again)?;
-            if self.again.is_some() {
-                return Ok(());
-            }
-        }
-        self.lay_out()?;
-        self.made
-            .iter_mut()
-            .try_for_each(|plan| plan.finish(self.persistent))
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.made.len() + usize::from(self.again.is_some())
-    }
-
-    pub(crate) fn first(&self) -> Option<&Plan> {
-        self.from(0).next()
-    }
-
-    pub(crate) fn get_mut(&mut self, index: usize) -> Option<&mut Plan> {
-        let made = self.made.iter_mut().map(|builder| &mut builder.plan);
-        self.again.iter_mut().chain(made).nth(index)
-    }
-
-    /// All from that one on.
-    pub(crate) fn from(&self, index: usize) -> impl Iterator<Item = &Plan> {
-        let made = self.made.iter().map(|builder| &builder.plan);
-        self.again.iter().chain(made).skip(index)
-    }
-
-    /// What they would take.
-    pub(super) fn loads(&self) -> impl Iterator<Item = estimate::Load> {
-        self.made.iter().filter_map(|plan| plan.simulated)
-    }
-
+struct Planner<'a, 'c> {
+    capabilities: &'c Capabilities,
     /// Work elements of a plan.
-    fn budget(&self) -> usize {
-        if self.persistent {
-            usize::MAX
-        } else {
-            self.comm.work_fifo_depth / 2
-        }
-    }
+    budget: usize,
+    plans: SmallVec<[Plan<'a>; 1]>,
+}
 
-    /// Puts every task into a plan.
-    pub(super) fn lay_out(&mut self) -> Result<()> {
-        let tasks = self.exchange.tasks();
+impl<'a> Planner<'a, '_> {
+    /// Puts every collective into a plan, with the tags of what is made of messages between them.
+    fn lay_out_collectives(&mut self, collectives: &'a [Task], of_messages: &'a [Task]) {
         // In call order, so that ranks that call in another order differ.
-        let mut of_messages = tasks
+        let mut of_messages = of_messages
             .iter()
             .filter(|task| !task.request.function.is_p2p())
             .peekable();
-        for task in self.collectives {
+        for task in collectives {
             while let Some(earlier) = of_messages.next_if(|other| other.info.seq < task.info.seq) {
-                self.with_room(self.comm.channels()).0.show_tag(earlier)?;
+                self.show_tag(earlier);
             }
             if task.method.path.is_peer_access() {
-                self.alone().add_among_peers(task)?;
-                continue;
+                add_in_peer_memory(self.begin(Kind::PeerCollective), task);
+            } else {
+                self.add_to_rings(task);
             }
-            // Not by its own channels: where ranks call something different, it shall be in the same plan all the same.
-            let (plan, _) = self.with_room(self.comm.channels());
-            plan.add_collective(task)?;
         }
         for task in of_messages {
-            self.with_room(self.comm.channels()).0.show_tag(task)?;
+            self.show_tag(task);
         }
-        if !tasks.is_empty() {
-            self.lay_out_messages()?;
-        }
-        Ok(())
     }
 
-    /// Puts every message into a plan.
-    fn lay_out_messages(&mut self) -> Result<()> {
-        let exchange = self.exchange;
-        let tasks = exchange.tasks();
-        // Operations made of several messages, by their task.
-        let mut spreads: BTreeMap<usize, Spread> = BTreeMap::new();
-        for round in exchange.rounds(self.comm.rank, self.comm.ranks)? {
+    /// Adds a collective that goes round rings.
+    fn add_to_rings(&mut self, task: &'a Task) {
+        let capabilities = self.capabilities;
+        // Not by its own channels: where ranks call something different, it shall be in the same plan all the same.
+        let (plan, _) = self.with_room(capabilities.channels);
+        let request = &task.request;
+        let elements = divisible(
+            request.function,
+            task.method.algorithm,
+            request.data_type,
+            request.count,
+            capabilities.ranks,
+        );
+        let mut parts = channels::split(elements, request.data_type.size(), task.method.channels);
+        parts.retain(|part| !part.is_empty());
+        // Ranks that call different operations find out where these meet, so they must meet. Let the n-th collective of
+        // a group be the first that differs. Where plans are cut depends on the operations before it alone, so all ranks have it
+        // in the same plan, and the channels' loads are the same, since all before it was. What is picked for it are
+        // the least loaded channels, more or fewer: the least loaded one is always among them, and has work. There
+        // everybody comes to it after the same operations, and `ringsight_kernels::schedule` says why somebody sees it.
+        let picked = plan.picker.pick(parts.len(), task.info.bytes);
+        let mut channel_mask = 0;
+        for (channel, part) in picked.into_iter().zip(parts) {
+            plan.works.push(PlannedWork {
+                task,
+                channel,
+                part,
+                route: Route::Ring,
+            });
+            channel_mask |= 1 << channel;
+        }
+        plan.ops.push(PlannedOp {
+            task,
+            twin: None,
+            channel_mask,
+        });
+    }
+
+    /// Shows the tag of an operation that is made of messages to the next rank of a ring, and looks at the previous one's.
+    fn show_tag(&mut self, task: &'a Task) {
+        let Capabilities { channels, ranks, .. } = *self.capabilities;
+        let (plan, _) = self.with_room(channels);
+        if ranks > 1 {
+            for channel in plan.picker.pick(1, 0) {
+                plan.works.push(PlannedWork {
+                    task,
+                    channel,
+                    part: 0..0,
+                    route: Route::Tag,
+                });
+            }
+            plan.tagged.push(task);
+        }
+    }
+
+    /// Puts every message into a plan; gives the operations that are made of several.
+    fn lay_out_messages(&mut self, messages: &'a GroupMessages) -> Result<Vec<Spread<'a>>> {
+        let tasks = messages.tasks();
+        // By their task.
+        let mut spreads: BTreeMap<usize, Spread<'a>> = BTreeMap::new();
+        let mut spread = |message: &Message, plan: usize, mask: u64| {
+            let spread = spreads.entry(message.task).or_insert_with(|| Spread {
+                task: &tasks[message.task],
+                masks: BTreeMap::new(),
+            });
+            *spread.masks.entry(plan).or_default() |= mask;
+        };
+        let Capabilities { rank, ranks, .. } = *self.capabilities;
+        for round in messages.rounds(rank, ranks)? {
             let needed = round
                 .messages()
                 .map(|message| tasks[message.task].method.channels)
@@ -210,9 +234,15 @@ impl<'a> Plans<'a> {
             for (send, recv) in &round.to_self {
                 let (plan, index) = self.with_room(needed);
                 let (task, twin) = (&tasks[send.task], &tasks[recv.task]);
-                let mask = plan.add_to_self(task, twin, send.address, recv.address)?;
-                if !task.request.function.is_p2p() {
-                    spreads.entry(send.task).or_default().add(index, mask, 0);
+                let channel_mask = add_to_self(plan, task, twin, send.address, recv.address)?;
+                if task.request.function.is_p2p() {
+                    plan.ops.push(PlannedOp {
+                        task,
+                        twin: Some(twin),
+                        channel_mask,
+                    });
+                } else {
+                    spread(send, index, channel_mask);
                 }
             }
             for (message, is_send) in [(round.send, true), (round.recv, false)] {
@@ -221,97 +251,139 @@ impl<'a> Plans<'a> {
                 if task.method.path.is_peer_access() {
                     // Cut between rounds, as all plans of messages.
                     let needed = 1 + usize::from(is_send && round.recv.is_some());
-                    self.with_room_among_peers(needed).add_among_peers(task)?;
+                    add_in_peer_memory(self.with_room_in_peer_memory(needed), task);
                     continue;
                 }
+                let capabilities = self.capabilities;
                 let (plan, index) = self.with_room(needed);
-                let (mask, proxies) = plan.add_message(task, message, is_send)?;
+                let channel_mask = add_message(plan, capabilities, task, &message, is_send);
                 if task.request.function.is_p2p() {
-                    plan.add_op(task, None, mask, proxies, task.method);
+                    plan.ops.push(PlannedOp {
+                        task,
+                        twin: None,
+                        channel_mask,
+                    });
                 } else {
-                    spreads.entry(message.task).or_default().add(index, mask, proxies);
+                    spread(&message, index, channel_mask);
                 }
             }
         }
-        for (task, spread) in spreads {
-            self.add_spread(&tasks[task], &spread)?;
-        }
-        Ok(())
+        Ok(spreads.into_values().collect())
+    }
+
+    fn begin(&mut self, kind: Kind) -> &mut Plan<'a> {
+        let index = self.plans.len();
+        self.plans.push(Plan::new(kind, self.capabilities.channels));
+        &mut self.plans[index]
     }
 
     /// A plan with room for `elements` more work elements, and its index: the last one, or a new one. Something always
     /// fits into an empty plan.
-    fn with_room(&mut self, elements: usize) -> (&mut Builder<'a>, usize) {
-        if self.made.last().is_none_or(|plan| {
-            plan.alone || plan.is_among_peers || plan.used > 0 && plan.used + elements > self.budget()
-        }) {
-            self.made
-                .push(Builder::new(self.comm, self.group, self.spare.take()));
-        }
-        let index = self.made.len() - 1;
-        (&mut self.made[index], index)
-    }
-
-    /// A plan with room for so many more messages among peers.
-    fn with_room_among_peers(&mut self, needed: usize) -> &mut Builder<'a> {
-        if self
-            .made
-            .last()
-            .is_none_or(|plan| !plan.is_among_peers || plan.used + needed > messages::MAX)
-        {
-            self.alone().is_among_peers = true;
-        }
-        let index = self.made.len() - 1;
-        &mut self.made[index]
-    }
-
-    /// A plan for one operation that has a launch of its own.
-    fn alone(&mut self) -> &mut Builder<'a> {
-        let builder = Builder::new(self.comm, self.group, self.spare.take());
-        let place = self.made.len();
-        self.made.push(builder);
-        let builder = &mut self.made[place];
-        builder.alone = true;
-        builder
-    }
-
-    /// Enters an operation whose messages have been added: with the plan that it begins in, and as seen by all.
-    fn add_spread(&mut self, task: &Task, spread: &Spread) -> Result<()> {
-        let mask = spread.masks.values().fold(0, |all, mask| all | mask);
-        let (Some(begins), Some(ends)) = (spread.masks.keys().next(), spread.masks.keys().last()) else {
-            return Err(Error::internal("an operation without messages"));
+    fn with_room(&mut self, elements: usize) -> (&mut Plan<'a>, usize) {
+        let fits = |plan: &Plan<'_>| {
+            let used = plan.works.len();
+            plan.kind == Kind::Channels && (used == 0 || used + elements <= self.budget)
         };
-        if begins == ends || self.group.is_none() {
-            self.made[*begins].add_op(task, None, mask, spread.proxies, task.method);
-            return Ok(());
+        if !self.plans.last().is_some_and(fits) {
+            self.begin(Kind::Channels);
         }
-        let masks: Vec<u64> = spread.masks.values().copied().collect();
-        let state = OpState::new(task.info, None, mask.count_ones(), spread.proxies);
-        let state = Arc::new(state.split(&masks));
-        self.made[*begins].announce(task, mask, spread.proxies, task.method);
-        for index in spread.masks.keys() {
-            self.made[*index].contents.shared.push(Shared {
-                state: state.clone(),
-                begins: index == begins,
-                ends: index == ends,
-            });
+        let index = self.plans.len() - 1;
+        (&mut self.plans[index], index)
+    }
+
+    /// A plan with room for so many more messages in peer memory.
+    fn with_room_in_peer_memory(&mut self, needed: usize) -> &mut Plan<'a> {
+        let fits = |plan: &Plan<'_>| {
+            plan.kind == Kind::PeerMessages && plan.works.len() + needed <= MAX_PEER_MESSAGES
+        };
+        if !self.plans.last().is_some_and(fits) {
+            self.begin(Kind::PeerMessages);
         }
-        Ok(())
+        let index = self.plans.len() - 1;
+        &mut self.plans[index]
     }
 }
 
-/// Where the messages of one operation went.
-#[derive(Debug, Default)]
-struct Spread {
-    /// Channels taken, by index of the plan.
-    masks: BTreeMap<usize, u64>,
-    /// Proxy operations.
-    proxies: u32,
+/// Adds an operation that a kernel does in peer memory.
+fn add_in_peer_memory<'a>(plan: &mut Plan<'a>, task: &'a Task) {
+    plan.works.push(PlannedWork {
+        task,
+        channel: 0,
+        part: 0..task.request.count,
+        route: Route::Peers,
+    });
+    plan.ops.push(PlannedOp {
+        task,
+        twin: None,
+        channel_mask: 1,
+    });
 }
 
-impl Spread {
-    fn add(&mut self, plan: usize, mask: u64, proxies: u32) {
-        *self.masks.entry(plan).or_default() |= mask;
-        self.proxies += proxies;
+/// Adds a message from this rank to itself: a send and its receive, or a part of an operation made of messages.
+/// Returns its channels.
+fn add_to_self<'a>(plan: &mut Plan<'a>, send: &'a Task, recv: &Task, from: usize, to: usize) -> Result<u64> {
+    let (sent, received) = (send.request.bytes_of_one(), recv.request.bytes_of_one());
+    if sent != received {
+        return Err(Error::usage(format!(
+            "ncclSend to oneself of {sent} bytes is paired with ncclRecv from oneself of {received} bytes"
+        )));
     }
+    let parts = channels::split(
+        send.request.count,
+        send.request.data_type.size(),
+        send.method.channels,
+    );
+    let mut channel_mask = 0;
+    for (channel, part) in (0u8..).zip(parts) {
+        if part.is_empty() && channel > 0 {
+            break;
+        }
+        plan.works.push(PlannedWork {
+            task: send,
+            channel,
+            part,
+            route: Route::Local { from, to },
+        });
+        channel_mask |= 1 << channel;
+    }
+    Ok(channel_mask)
+}
+
+/// Adds one end of a message through FIFOs; returns its channels.
+fn add_message<'a>(
+    plan: &mut Plan<'a>,
+    capabilities: &Capabilities,
+    task: &'a Task,
+    message: &Message,
+    is_send: bool,
+) -> u64 {
+    let Capabilities {
+        rank,
+        ranks,
+        channels: available,
+        ..
+    } = *capabilities;
+    let Message { peer, address, .. } = *message;
+    let (source, destination, route) = if is_send {
+        (rank, peer, Route::Send { peer, from: address })
+    } else {
+        (peer, rank, Route::Recv { peer, to: address })
+    };
+    let parts = channels::split(
+        task.request.count,
+        task.request.data_type.size(),
+        task.method.channels,
+    );
+    let mut channel_mask = 0;
+    for (index, part) in parts.into_iter().enumerate().filter(|(_, part)| !part.is_empty()) {
+        let channel = channels::p2p_channel(source, destination, ranks, index, available);
+        plan.works.push(PlannedWork {
+            task,
+            channel,
+            part,
+            route,
+        });
+        channel_mask |= 1 << channel;
+    }
+    channel_mask
 }

@@ -8,8 +8,8 @@ use super::{
 };
 use crate::{
     checks::Identity,
-    launch::observer::{PlanObserver, Seen, Stage},
-    plan::OpInfo,
+    op::OpInfo,
+    progress::{PlanObserver, Seen, Stage},
     proxy::moves::Moves,
 };
 
@@ -388,7 +388,7 @@ mod tests {
     use smallvec::SmallVec;
 
     use super::*;
-    use crate::{checks::Checks, launch::observer::Contents};
+    use crate::{checks::Checks, progress::Contents};
 
     #[test]
     fn there_is_something_to_learn_only_after_something_was_launched() {

@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::settings::Adaptive;
-use crate::launch::KEPT;
+use crate::progress::DURATIONS_KEPT as KEPT;
 
 /// The fewest operations of a kind of which something can be told; of more the latest [`KEPT`] count.
 const ENOUGH: usize = 8;

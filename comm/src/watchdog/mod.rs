@@ -49,8 +49,8 @@ use crate::{
     communicator::{Lifecycle, lock},
     device,
     error::Error,
-    launch::observer::PlanObserver,
-    observe, plan,
+    observe, op,
+    progress::PlanObserver,
     proxy::{
         moves::Moves,
         stalls::{Stall, Stalls},
@@ -304,7 +304,7 @@ impl Watch {
     fn stuck_for(&self, run: Run, since_ns: u64, bytes: u64, beside: &[Run]) -> u64 {
         // It waits for nobody and ends when it is told to.
         if let Identity::Message { seq, .. } = run.identity
-            && plan::is_simulated(seq)
+            && op::is_simulated(seq)
         {
             return since_ns;
         }

@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     checks::{Call, Identity},
-    device, log, observe, plan,
+    device, log, observe, op,
 };
 
 fn seconds(ns: u64) -> String {
@@ -75,7 +75,7 @@ fn name(identity: Identity, replay: u32) -> String {
         (graph, node) => format!("{node} of graph {graph}, replay {replay}"),
     };
     match identity {
-        Identity::Message { seq, .. } if plan::is_simulated(seq) => {
+        Identity::Message { seq, .. } if op::is_simulated(seq) => {
             "a kernel of ncclSimulateKernelTimeout".to_owned()
         }
         Identity::Collective { seq } => format!("collective {}", graph(seq)),

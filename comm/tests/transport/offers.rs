@@ -16,8 +16,8 @@ use ringsight_comm::{
 use ringsight_verbs::{
     config::{Config, Filter},
     failover::Settings,
-    port_health::PortHealth,
     port::Net,
+    port_health::PortHealth,
 };
 
 use super::ranks::{PATIENCE, Rank, consume, produce, seed, turn, world_of};

@@ -47,8 +47,8 @@ extern crate std;
 mod deferred;
 #[cfg(all(test, loom))]
 #[expect(dead_code, reason = "the model chooses the orders")]
-#[path = "../../../comm/src/launch/progress.rs"]
-mod progress;
+#[path = "../../../comm/src/progress/op_progress.rs"]
+mod op_progress;
 
 pub use carrier::{Carrier, Numbering};
 #[cfg(not(target_arch = "bpf"))]

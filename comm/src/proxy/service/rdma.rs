@@ -129,12 +129,14 @@ impl Service {
             }
             return Ok((Verdict::Welcome.encode().to_vec(), None));
         }
-        let connected = Offer::parse(offer).map_err(|error| error.to_string()).and_then(|theirs| {
-            let prepared = self
-                .prepare(id, Some(theirs.number))?
-                .ok_or("the receiver has no RDMA")?;
-            prepared.accept(&theirs)
-        });
+        let connected = Offer::parse(offer)
+            .map_err(|error| error.to_string())
+            .and_then(|theirs| {
+                let prepared = self
+                    .prepare(id, Some(theirs.number))?
+                    .ok_or("the receiver has no RDMA")?;
+                prepared.accept(&theirs)
+            });
         match connected {
             Ok((connected, mine)) => {
                 let mut bytes = Verdict::Rdma.encode().to_vec();

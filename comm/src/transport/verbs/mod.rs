@@ -23,8 +23,8 @@ use ringsight_verbs::{
     config::{Config, MAX_QPS},
     endpoint,
     failover::Settings,
-    port_health::PortHealth,
     port::Net,
+    port_health::PortHealth,
     sysfs::Place,
 };
 

@@ -8,7 +8,7 @@ use ringsight_records::{
     pages::put_text,
 };
 use ringsight_verbs::{
-    endpoint::{self, End, EndSnapshot, TimedReport, Path, Role},
+    endpoint::{self, End, EndSnapshot, Path, Role, TimedReport},
     failover::{Cause, LinkState, PathState, PathView, Report, Status},
     queue::Qp,
 };

@@ -88,9 +88,16 @@ pub(crate) fn prepare(
             Some(_) => rdma.net.standby(port),
         };
         let port = port.map_err(|error| error.to_string())?;
-        Path::new(index, port, (&memory, is_receiver), &control, &rdma.port_health, draw)
-            .map(|path| path.with_class(rdma.class))
-            .map_err(|error| error.to_string())
+        Path::new(
+            index,
+            port,
+            (&memory, is_receiver),
+            &control,
+            &rdma.port_health,
+            draw,
+        )
+        .map(|path| path.with_class(rdma.class))
+        .map_err(|error| error.to_string())
     };
     let (mut paths, mut ports) = (Vec::new(), Vec::new());
     let mut missing = None;

@@ -32,8 +32,8 @@ use crate::{
     communicator::lock,
     device::{Capture, Device, Event, Progress, Stream},
     error::Result,
-    launch::observer::Seen,
     observe,
+    progress::Seen,
 };
 
 /// After so many launches the thread that queries is woken: what is done is kept until it has looked.

@@ -6,8 +6,8 @@ use crate::{
     communicator::lock,
     device::{Counter, Device, Event, Progress, Stream},
     error::Result,
-    launch::observer::Seen,
     observe,
+    progress::Seen,
 };
 
 /// A plan between two records: of an event before its kernel and of one behind it. In a graph also between two counts.

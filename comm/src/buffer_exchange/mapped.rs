@@ -8,16 +8,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{super::lock, Maps};
+use ringsight_comm_base::sync::lock;
+
+use super::Maps;
 
 /// What has been mapped, by rank and number.
-pub(in crate::communicator) type Mapped = Mutex<HashMap<(u32, u32), Arc<MappedMemory>>>;
+pub(crate) type Mapped = Mutex<HashMap<(u32, u32), Arc<MappedMemory>>>;
 
 /// An allocation of another process, as it is mapped here.
-pub(in crate::communicator) struct MappedMemory {
+pub(crate) struct MappedMemory {
     generation: u32,
     /// Where it begins for this rank's device.
-    pub(in crate::communicator) base: u64,
+    pub(crate) base: u64,
     /// Lets go of it.
     _memory: Box<dyn Any + Send + Sync>,
 }
@@ -38,7 +40,7 @@ impl Maps {
     ///
     /// # Errors
     /// Why it is not there: in words.
-    pub(in crate::communicator) fn reached(
+    pub(crate) fn reached(
         &self,
         from: u32,
         (number, generation): (u32, u32),

@@ -24,9 +24,9 @@ pub(crate) struct Message {
     pub(crate) address: usize,
 }
 
-/// What a group exchanges on one communicator.
+/// The messages of a group on one communicator.
 #[derive(Debug, Default)]
-pub(crate) struct Exchange {
+pub(crate) struct GroupMessages {
     /// In call order.
     tasks: Vec<Task>,
     /// By peer, in call order.
@@ -58,10 +58,10 @@ impl Round {
     }
 }
 
-impl Exchange {
+impl GroupMessages {
     /// Nothing.
     pub(crate) fn none() -> &'static Self {
-        static NONE: Exchange = Exchange {
+        static NONE: GroupMessages = GroupMessages {
             tasks: Vec::new(),
             sends: BTreeMap::new(),
             recvs: BTreeMap::new(),

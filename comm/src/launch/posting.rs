@@ -11,14 +11,19 @@ use std::{
     time::Duration,
 };
 
+use ringsight_comm_base::{
+    error::{Error, Result},
+    sync::lock,
+};
 use ringsight_kernels::AbortWord;
+use ringsight_records::{Kind, Record, State};
 
-use super::{family::Proxied, lock};
 use crate::{
     device::{Device, Journal, Overrun, Stream},
-    error::{Error, Result},
-    launch::observer::PlanObserver,
-    proxy::{Proxy, ProxyOp, requests::Requests},
+    observe,
+    op::{OpInfo, ProxyOp},
+    progress::PlanObserver,
+    proxy::{Proxy, requests::Requests},
 };
 
 /// The network work of a communicator's plans.
@@ -32,13 +37,13 @@ struct Asked {
     comm: u64,
     /// None on one node: there is no network.
     journal: Option<Journal>,
-    proxied: Arc<Proxied>,
+    outstanding: Arc<OutstandingProxyOps>,
     abort: Arc<AbortWord>,
-    state: Mutex<State>,
+    state: Mutex<Expectations>,
 }
 
 #[derive(Default)]
-struct State {
+struct Expectations {
     /// Words of the journal that were read.
     read: u64,
     /// The last number given.
@@ -63,16 +68,16 @@ struct Expected {
 
 impl Posting {
     /// Of communicator `comm`, whose connections are `proxy`'s; with what its device asks by, if it is to ask for anything.
-    pub(super) fn new(
+    pub(crate) fn new(
         comm: u64,
-        (proxy, proxied): (&Arc<Proxy>, &Arc<Proxied>),
+        (proxy, outstanding): (&Arc<Proxy>, &Arc<OutstandingProxyOps>),
         abort: &Arc<AbortWord>,
         journal: Option<Journal>,
     ) -> Self {
         let asked = Arc::new(Asked {
             comm,
             journal,
-            proxied: proxied.clone(),
+            outstanding: outstanding.clone(),
             abort: abort.clone(),
             state: Mutex::default(),
         });
@@ -163,7 +168,7 @@ impl Asked {
     /// Notes how many proxy operations a run of a plan's operations has.
     fn expect(&self, observer: &PlanObserver, replay: u32) {
         for (info, count) in observer.proxied() {
-            self.proxied.expect(info, replay, count);
+            self.outstanding.expect(info, replay, count);
         }
     }
 }
@@ -218,5 +223,55 @@ impl Requests for Asked {
         self.journal
             .as_ref()
             .is_some_and(|journal| journal.count() != lock(&self.state).read)
+    }
+}
+
+/// Proxy operations that are still to finish, by (operation, replay).
+#[derive(Debug, Default)]
+pub(crate) struct OutstandingProxyOps(Mutex<HashMap<(u32, u32), OutstandingRun>>);
+
+/// Proxy operations of one run of one operation.
+#[derive(Debug)]
+struct OutstandingRun {
+    left: u32,
+    total: u32,
+    info: OpInfo,
+}
+
+impl OutstandingProxyOps {
+    /// Expects `count` proxy operations of `info` to finish.
+    fn expect(&self, info: OpInfo, replay: u32, count: u32) {
+        lock(&self.0).insert(
+            (info.op, replay),
+            OutstandingRun {
+                left: count,
+                total: count,
+                info,
+            },
+        );
+    }
+
+    /// One has finished.
+    pub(crate) fn completed(&self, op: u32, replay: u32) {
+        let mut waiting = lock(&self.0);
+        let Some(outstanding) = waiting.get_mut(&(op, replay)) else {
+            return;
+        };
+        outstanding.left -= 1;
+        if outstanding.left == 0 {
+            let OutstandingRun { total, info, .. } = *outstanding;
+            waiting.remove(&(op, replay));
+            drop(waiting);
+            let record = info.record(Kind::ProxyCompleted, State::STOP, observe::now_ns(), replay);
+            observe::emit(&Record {
+                value: u64::from(total),
+                ..record
+            });
+        }
+    }
+
+    /// Forgets those of a communicator, which were given up.
+    pub(crate) fn forget(&self, comm: u64) {
+        lock(&self.0).retain(|_, outstanding| outstanding.info.comm != comm);
     }
 }

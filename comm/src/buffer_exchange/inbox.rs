@@ -15,29 +15,29 @@ pub(super) enum Event {
 }
 
 /// Where control messages wait for [`Maps`](super::Maps), whether there will be one or not: others may be ready before this rank is.
-pub(in crate::communicator) struct Inbox {
+pub(crate) struct Inbox {
     pub(super) sender: Sender<Event>,
     pub(super) receiver: Receiver<Event>,
 }
 
 /// The end of it that messages go in at.
 #[derive(Clone)]
-pub(in crate::communicator) struct Letters(Sender<Event>);
+pub(crate) struct Letters(Sender<Event>);
 
 impl Inbox {
-    pub(in crate::communicator) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let (sender, receiver) = channel();
         Self { sender, receiver }
     }
 
-    pub(in crate::communicator) fn letters(&self) -> Letters {
+    pub(crate) fn letters(&self) -> Letters {
         Letters(self.sender.clone())
     }
 }
 
 impl Letters {
     /// A control message has come.
-    pub(in crate::communicator) fn control(&self, from: u32, bytes: &[u8]) {
+    pub(crate) fn control(&self, from: u32, bytes: &[u8]) {
         if let Some(message) = Message::parse(bytes) {
             // Nobody is there where all ranks are of one process, or in the end.
             let _ = self.0.send(Event::Message(from, message));

@@ -3,23 +3,23 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Replays that are kept: as many as count for what is usual.
-pub(crate) const KEPT: usize = 32;
+pub(crate) const DURATIONS_KEPT: usize = 32;
 
 /// The latest times; written by whoever completes a replay, one after another, and taken by one reader.
 #[derive(Debug, Default)]
-pub(super) struct Times {
-    latest: [AtomicU64; KEPT],
+pub(super) struct Durations {
+    latest: [AtomicU64; DURATIONS_KEPT],
     /// How many have been added, ever.
     added: AtomicU64,
     /// How many of these the reader has had.
     taken: AtomicU64,
 }
 
-impl Times {
+impl Durations {
     pub(super) fn add(&self, ns: u64) {
         // Relaxed: one writer at a time, with the device's ordering between them.
         let added = self.added.load(Ordering::Relaxed);
-        self.latest[added as usize % KEPT].store(ns, Ordering::Relaxed);
+        self.latest[added as usize % DURATIONS_KEPT].store(ns, Ordering::Relaxed);
         // Release: pairs with `take`, which finds as many as are counted.
         self.added.store(added + 1, Ordering::Release);
     }
@@ -29,8 +29,8 @@ impl Times {
     pub(super) fn take(&self) -> Vec<u64> {
         let added = self.added.load(Ordering::Acquire);
         let taken = self.taken.swap(added, Ordering::Relaxed);
-        (taken.max(added.saturating_sub(KEPT as u64))..added)
-            .map(|number| self.latest[number as usize % KEPT].load(Ordering::Relaxed))
+        (taken.max(added.saturating_sub(DURATIONS_KEPT as u64))..added)
+            .map(|number| self.latest[number as usize % DURATIONS_KEPT].load(Ordering::Relaxed))
             .collect()
     }
 }
@@ -41,13 +41,13 @@ mod tests {
 
     #[test]
     fn each_is_taken_once_and_the_latest_are_kept() {
-        let times = Times::default();
-        assert!(times.take().is_empty());
-        (1..=3).for_each(|ns| times.add(ns));
-        assert_eq!(times.take(), [1, 2, 3]);
-        assert!(times.take().is_empty());
-        (4..=100).for_each(|ns| times.add(ns));
-        assert_eq!(times.take(), Vec::from_iter(69..=100));
-        assert!(times.take().is_empty());
+        let durations = Durations::default();
+        assert!(durations.take().is_empty());
+        (1..=3).for_each(|ns| durations.add(ns));
+        assert_eq!(durations.take(), [1, 2, 3]);
+        assert!(durations.take().is_empty());
+        (4..=100).for_each(|ns| durations.add(ns));
+        assert_eq!(durations.take(), Vec::from_iter(69..=100));
+        assert!(durations.take().is_empty());
     }
 }

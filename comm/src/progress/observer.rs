@@ -1,4 +1,4 @@
-//! What the device tells while it runs a plan, turned into records.
+//! The observer of a plan: what its device reports, turned into records and into what the watchdog reads.
 
 use std::{
     mem,
@@ -12,11 +12,10 @@ use ringsight_kernels::{Observer, When};
 use ringsight_records::{Flags, Kind, Record, State, Waits, description::Time};
 use smallvec::{SmallVec, smallvec};
 
-pub(crate) use super::progress::Seen;
 use super::{
-    progress::Progress,
-    reclaim::{Notes, Reclaim},
-    times::Times,
+    durations::Durations,
+    op_progress::{OpProgress, Seen},
+    retire::{RetireQueue, Retired},
 };
 use crate::{checks::Checks, observe, op::OpInfo};
 
@@ -43,7 +42,7 @@ impl Moment {
 }
 
 /// One operation of a plan while its kernel runs. Replays of a plan run one after another, so one state serves all.
-pub struct OpState {
+pub(crate) struct OpState {
     info: OpInfo,
     /// The receive that a send to oneself is done with.
     twin: Option<OpInfo>,
@@ -51,7 +50,7 @@ pub struct OpState {
     proxy_ops: u32,
     /// Channels that have not stopped.
     remaining: AtomicU32,
-    progress: Progress,
+    progress: OpProgress,
     /// When the first channel started, as the device says; [`NEVER`] if none has.
     first_ns: AtomicU64,
     /// When the last one stopped, 0 if none has.
@@ -60,7 +59,7 @@ pub struct OpState {
     /// Where several plans hold works of the operation: by channel, in how many.
     split: Option<Box<[Split]>>,
     /// How long its replays took, if it is captured: its description has the latest one only.
-    times: Option<Box<Times>>,
+    times: Option<Box<Durations>>,
 }
 
 /// A channel of an operation whose works are spread over several plans, which run one after another.
@@ -79,7 +78,7 @@ impl OpState {
             channels,
             proxy_ops,
             remaining: AtomicU32::new(channels),
-            progress: Progress::default(),
+            progress: OpProgress::default(),
             first_ns: AtomicU64::new(NEVER),
             last_ns: AtomicU64::new(0),
             aborted: AtomicBool::new(false),
@@ -209,7 +208,7 @@ pub(crate) struct Shared {
 }
 
 /// The observer of one plan.
-pub struct PlanObserver {
+pub(crate) struct PlanObserver {
     number: u32,
     /// By operation number.
     states: SmallVec<[OpState; 1]>,
@@ -222,7 +221,7 @@ pub struct PlanObserver {
     /// The word of what its kernel waits for, and when it said so; 0 if it has not.
     waits: AtomicU64,
     waits_ns: AtomicU64,
-    notes: Arc<Notes>,
+    retired: Arc<RetireQueue>,
     checks: Arc<Checks>,
 }
 
@@ -235,7 +234,7 @@ pub(crate) struct Contents {
 }
 
 impl PlanObserver {
-    pub(crate) fn new(contents: &mut Contents, notes: Arc<Notes>, checks: Arc<Checks>) -> Self {
+    pub(crate) fn new(contents: &mut Contents, retired: Arc<RetireQueue>, checks: Arc<Checks>) -> Self {
         let mut this = Self {
             number: 0,
             states: SmallVec::new(),
@@ -245,7 +244,7 @@ impl PlanObserver {
             moves: AtomicU64::new(0),
             waits: AtomicU64::new(0),
             waits_ns: AtomicU64::new(0),
-            notes,
+            retired,
             checks,
         };
         this.renew(contents);
@@ -441,7 +440,7 @@ impl Observer for PlanObserver {
         // Release: pairs with `stage`.
         self.stage.store(Stage::Finished as u8, Ordering::Release);
         if !self.persistent {
-            self.notes.put(Reclaim::Plan(self.number));
+            self.retired.put(Retired::Plan(self.number));
         }
     }
 }

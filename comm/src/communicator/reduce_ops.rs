@@ -12,9 +12,9 @@ use std::{
 use ringsight_kernels::Scalar;
 use ringsight_records::{DataType, ReduceOp};
 
-use crate::{
-    communicator::lock,
+use ringsight_comm_base::{
     error::{Error, Result},
+    sync::lock,
 };
 
 /// `ncclNumOps`: smaller numbers are the built-in reductions.

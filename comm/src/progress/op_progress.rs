@@ -14,7 +14,7 @@ use std::{
 
 /// Replays of an operation run one after another, so one state serves all.
 #[derive(Debug, Default)]
-pub(crate) struct Progress {
+pub(crate) struct OpProgress {
     /// When it was learnt that the first channel had started, 0 if none has.
     start_ns: AtomicU64,
     /// The replay that this was in.
@@ -76,7 +76,7 @@ impl Orders {
     };
 }
 
-impl Progress {
+impl OpProgress {
     /// A channel has started; whether it is the first one, whose time is kept. The replay is the same from all channels.
     pub(crate) fn begin(&self, replay: u32, now: u64) -> bool {
         self.begin_with(Orders::RIGHT, replay, now)
@@ -149,7 +149,7 @@ mod model {
         // Whoever is kept from going on more often is seen in no other place.
         model.preemption_bound = Some(2);
         model.check(move || {
-            let progress: Arc<Progress> = Arc::default();
+            let progress: Arc<OpProgress> = Arc::default();
             let result = Arc::new(AtomicU32::new(0));
             let device = {
                 let (progress, result) = (progress.clone(), result.clone());

@@ -50,17 +50,17 @@ use self::{
     offer::{Fetch, Offers, Ticket},
     shown::{Entry, Own},
 };
-pub(super) use self::{
+pub(crate) use self::{
     inbox::{Inbox, Letters},
     mapped::Mapped,
 };
-use super::lock;
 use crate::{
     checks::Post,
     device::{self, Device, Piece, Reached},
     error::{Error, Result, ResultCode},
     log,
 };
+use ringsight_comm_base::sync::lock;
 
 /// How often a rank looks whether what it has shown is still there, and tries again to map what it could not.
 const SWEEP: Duration = Duration::from_secs(1);

@@ -12,7 +12,7 @@ pub(super) struct ChannelWorks {
 
 impl ChannelWorks {
     /// None yet, in the memory of others.
-    pub(super) fn again(mut all: Vec<ChannelWork>) -> Self {
+    pub(super) fn within(mut all: Vec<ChannelWork>) -> Self {
         all.iter_mut().for_each(|channel| channel.work.clear());
         Self { all, used: 0 }
     }
