@@ -92,7 +92,7 @@ pub fn proxy(data: &[u8]) {
             .expect("what was read can be written and read");
         assert_eq!(again, id);
     }
-    transport::socket::fuzz(data);
+    transport::wire::fuzz(data);
 }
 
 /// What two ends of RDMA tell each other: before their connection stands, and with each step.

@@ -4,7 +4,7 @@ use crate::{
     env,
     error::{Error, Result},
     log,
-    transport::verbs::Wish,
+    transport::rdma::NetworkChoice,
 };
 
 /// Most channels of a communicator: descriptions carry them as a mask of 64 bits.
@@ -152,7 +152,7 @@ impl Config {
             self.net_name = Some(name);
         }
         if let Some(name) = &self.net_name
-            && Wish::parse(Some(name)).is_none()
+            && NetworkChoice::parse(Some(name)).is_none()
         {
             return Err(Error::usage(format!(
                 "network {name} (config.netName or environment variable NCCL_NET) is not there: IB and Socket are"

@@ -17,12 +17,11 @@ use crate::{
     device::Device,
     error::Result,
     launch::OutstandingProxyOps,
-    proxy::{Proxy, ProxyConfig, affinity::Cpus},
+    proxy::{Connector, Proxy, ProxyConfig, affinity::Cpus},
     topology::Topology,
     transport::{
-        Connector,
-        direct::{Pool, Wanted},
-        verbs::{self, Wish},
+        gpu_direct::{SlotDemand, SlotPool},
+        rdma::{self, NetworkChoice},
     },
 };
 
@@ -61,7 +60,7 @@ impl Family {
     pub(super) fn new(
         bootstrap: &Bootstrap,
         slot_bytes: usize,
-        (wish, class): (Wish, Option<i32>),
+        (choice, class): (NetworkChoice, Option<i32>),
     ) -> Result<Arc<Self>> {
         let (proxied, members) = (
             Arc::new(OutstandingProxyOps::default()),
@@ -74,8 +73,8 @@ impl Family {
             cookie: bootstrap.cookie(),
             listen: bootstrap.local_ip(),
             slot_bytes,
-            cpus: Cpus::by_environment()?,
-            rdma: verbs::by_environment(wish, class)?,
+            cpus: Cpus::from_environment()?,
+            rdma: rdma::from_environment(choice, class)?,
             abort: abort.clone(),
             on_completed: {
                 let proxied = proxied.clone();
@@ -111,15 +110,15 @@ impl Family {
                 .iter()
                 .map(|rank| topology.info(*rank).bus.as_str())
                 .collect();
-            let ports = verbs::ports_of(&rdma.net, &buses, topology.local_rank() as usize);
-            let wanted = Wanted {
+            let ports = rdma::ports_of(&rdma.net, &buses, topology.local_rank() as usize);
+            let demand = SlotDemand {
                 channels: channels as usize,
                 peers: topology.ranks() as usize - local.len(),
                 slot_bytes: self.proxy.config().slot_bytes,
             };
             let bus = topology.info(topology.rank()).bus.as_str();
-            let direct = (wanted.peers > 0)
-                .then(|| Pool::new(&rdma.net, &ports, (device, number, bus), wanted))
+            let direct = (demand.peers > 0)
+                .then(|| SlotPool::new(&rdma.net, &ports, (device, number, bus), demand))
                 .flatten();
             self.proxy.use_ports(ports, direct);
         }

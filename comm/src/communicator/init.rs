@@ -26,9 +26,9 @@ use crate::{
     log, observe,
     plan::Capabilities,
     progress::RetireQueue,
-    proxy::Proxy,
+    proxy::{Connector, Proxy},
     topology::{RankInfo, Topology},
-    transport::{Connector, RingConnections, verbs::Wish},
+    transport::{RingConnections, rdma::NetworkChoice},
     watchdog,
 };
 
@@ -217,9 +217,10 @@ impl Making<'_> {
         let shared = self.share.as_ref().filter(|_| share);
         let (family, domain, proxy_ranks) = match shared {
             None => {
-                let wish = Wish::parse(self.config.net_name.as_deref()).unwrap_or(Wish::Any);
+                let choice =
+                    NetworkChoice::parse(self.config.net_name.as_deref()).unwrap_or(NetworkChoice::Any);
                 (
-                    Family::new(bootstrap, slot_bytes, (wish, self.config.traffic_class))?,
+                    Family::new(bootstrap, slot_bytes, (choice, self.config.traffic_class))?,
                     0,
                     (0..ranks).collect(),
                 )

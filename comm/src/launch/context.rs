@@ -14,7 +14,8 @@ use crate::{
     observe,
     plan::Capabilities,
     progress::{RetireQueue, Retired},
-    transport::{Connector, RingConnections},
+    proxy::Connector,
+    transport::RingConnections,
     watchdog::{Detected, Watch},
 };
 

@@ -14,14 +14,14 @@ use crate::{
     observe,
     op::{DataPath, Method, OpInfo, Request, SIMULATED, Stream, Task},
     progress::{Contents, OpState},
-    proxy,
+    transport,
 };
 
 /// A plan of one operation that never ends on this rank, and that no other rank takes part in: a receive from itself over a
 /// FIFO that nobody sends to.
 pub(super) fn stuck(context: &LaunchContext, stream: Stream, group: u32) -> Result<BoundPlans> {
     let capabilities = &context.capabilities;
-    let fifo = proxy::memory::private(capabilities.slot_bytes)
+    let fifo = transport::fifo_memory::private(capabilities.slot_bytes)
         .map_err(|error| Error::new(ResultCode::SystemError, format!("memory for a FIFO: {error}")))?;
     let (op, now) = (observe::next_op(), observe::now_ns());
     let task = Task {

@@ -2,26 +2,30 @@
 
 use std::{fmt, io};
 
-use crate::error::{Error, Result};
+use ringsight_comm_base::{
+    env,
+    error::{Error, Result},
+    sys,
+};
 
-/// CPUs that Linux can count.
-const MOST: usize = 8192;
+/// Maximum number of CPUs in Linux.
+const MAX_CPUS: usize = 8192;
 
-/// Some of the machine's CPUs.
+/// A set of the machine's CPUs.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Cpus([u64; MOST / 64]);
+pub struct Cpus([u64; MAX_CPUS / 64]);
 
 impl Cpus {
-    /// Those that [`crate::proxy::ProxyConfig::cpus`] is to be: `NCCL_PROXY_CPUSET`, or with `NCCL_IGNORE_CPU_AFFINITY=1` all
-    /// that are near the device, which for the host device is all. `None`: those of the thread that makes the proxy.
+    /// The CPUs for [`ProxyConfig::cpus`](super::ProxyConfig::cpus): `NCCL_PROXY_CPUSET`, or all CPUs with `NCCL_IGNORE_CPU_AFFINITY=1`.
+    /// `None`: those of the thread that makes the proxy.
     ///
     /// # Errors
-    /// A variable that is no list of CPUs, or neither 0 nor 1.
-    pub(crate) fn by_environment() -> Result<Option<Self>> {
-        Self::by(&crate::env::text)
+    /// A variable is no list of CPUs, or neither 0 nor 1.
+    pub(crate) fn from_environment() -> Result<Option<Self>> {
+        Self::read(&env::text)
     }
 
-    fn by(environment: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>> {
+    fn read(environment: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         const SET: &str = "NCCL_PROXY_CPUSET";
         const IGNORE: &str = "NCCL_IGNORE_CPU_AFFINITY";
         if let Some(list) = environment(SET) {
@@ -33,20 +37,19 @@ impl Cpus {
         }
         match environment(IGNORE).as_deref() {
             None | Some("0") => Ok(None),
-            Some("1") => Ok(Some(Self([u64::MAX; MOST / 64]))),
+            Some("1") => Ok(Some(Self([u64::MAX; MAX_CPUS / 64]))),
             Some(other) => Err(Error::argument(format!(
                 "environment variable {IGNORE}={other}: must be 0 or 1"
             ))),
         }
     }
 
-    /// Reads a list as the kernel writes it: numbers and ranges between commas. At least one CPU; the error says what is
-    /// wrong.
+    /// Parses a list as the kernel writes it: numbers and ranges between commas, at least one CPU.
     fn parse(list: &str) -> std::result::Result<Self, String> {
-        let mut cpus = Self([0; MOST / 64]);
+        let mut cpus = Self([0; MAX_CPUS / 64]);
         for part in list.split(',') {
             let number = |text: &str| match text.trim().parse::<usize>() {
-                Ok(cpu) if cpu < MOST => Ok(cpu),
+                Ok(cpu) if cpu < MAX_CPUS => Ok(cpu),
                 Ok(cpu) => Err(format!("no machine has a CPU {cpu}")),
                 Err(_) => Err(format!("{:?} is neither a CPU nor a range", part.trim())),
             };
@@ -64,24 +67,24 @@ impl Cpus {
         Ok(cpus)
     }
 
-    /// Makes the calling thread, and those that it starts from now on, run on these: on those of them that it may use.
+    /// Has the calling thread, and the threads that it starts from now on, run on those of these CPUs that it may use.
     ///
     /// # Errors
-    /// When it may use none.
+    /// It may use none of them.
     pub(super) fn apply(&self) -> io::Result<()> {
         let (thread, bytes) = (0, size_of_val(&self.0));
         // SAFETY: readable for its size; the kernel takes masks of any length.
         let result = unsafe { libc::sched_setaffinity(thread, bytes, self.0.as_ptr().cast()) };
-        crate::bootstrap::sys::check(result).map(drop)
+        sys::check(result).map(drop)
     }
 }
 
 impl fmt::Display for Cpus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let has = |cpu: usize| cpu < MOST && self.0[cpu / 64] >> (cpu % 64) & 1 == 1;
+        let has = |cpu: usize| cpu < MAX_CPUS && self.0[cpu / 64] >> (cpu % 64) & 1 == 1;
         let mut comma = "";
         let mut cpu = 0;
-        while cpu < MOST {
+        while cpu < MAX_CPUS {
             if !has(cpu) {
                 cpu += 1;
                 continue;
@@ -107,11 +110,11 @@ mod tests {
     use super::*;
 
     fn by(name: &'static str, value: &'static str) -> Result<Option<Cpus>> {
-        Cpus::by(&|asked| (asked == name).then(|| value.to_owned()))
+        Cpus::read(&|asked| (asked == name).then(|| value.to_owned()))
     }
 
     #[test]
-    fn lists_are_read_as_the_kernel_writes_them() {
+    fn lists_are_parsed_as_the_kernel_writes_them() {
         for (list, same) in [
             ("0", "0"),
             ("0-3,8", "0-3,8"),
@@ -125,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_list_is_refused_and_named() {
+    fn invalid_lists_are_refused_and_named() {
         for (list, why) in [
             ("x", "\"x\" is neither a CPU nor a range"),
             ("0,,1", "\"\" is neither a CPU nor a range"),
@@ -137,7 +140,10 @@ mod tests {
             ("99999999999999999999", "is neither a CPU"),
         ] {
             let error = by("NCCL_PROXY_CPUSET", list).unwrap_err();
-            assert_eq!(error.code, crate::error::ResultCode::InvalidArgument);
+            assert_eq!(
+                error.code,
+                ringsight_comm_base::error::ResultCode::InvalidArgument
+            );
             assert!(
                 error.text.contains("NCCL_PROXY_CPUSET=") && error.text.contains(why),
                 "{error}"
@@ -150,7 +156,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read(cpus in proptest::collection::btree_set(0..MOST, 1..40)) {
+        fn what_is_written_is_read(cpus in proptest::collection::btree_set(0..MAX_CPUS, 1..40)) {
             let list: Vec<String> = cpus.iter().map(ToString::to_string).collect();
             let read = Cpus::parse(&list.join(",")).unwrap();
             prop_assert_eq!(Cpus::parse(&read.to_string()), Ok(read));

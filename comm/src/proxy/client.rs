@@ -1,49 +1,50 @@
-//! Asking a proxy: one's own, or that of another rank of the node.
+//! The client of a proxy's service: of this rank's proxy, or of another rank's on the node.
 
 use std::{
     collections::HashMap,
     io,
     os::fd::OwnedFd,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard},
     thread,
     time::{Duration, Instant},
 };
 
+use ringsight_comm_base::{sync::lock, sys};
 use ringsight_kernels::AbortWord;
 
 use super::{
     Error, Result,
     message::{Reply, Request, parse_response},
 };
-use crate::bootstrap::{sys, unix};
+use crate::bootstrap::unix;
 
 /// Names a request until its response has been taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RequestId(u64);
 
-/// What a proxy answered.
+/// A response of a proxy.
 #[derive(Debug)]
 pub struct Response {
-    /// What it granted; [`Error::Refused`] with its reason otherwise.
+    /// The reply, or [`Error::Refused`] with the reason.
     pub outcome: Result<Reply>,
-    /// The descriptor that came along.
+    /// The descriptor that came with it.
     pub fd: Option<OwnedFd>,
 }
 
-/// A connection to a proxy's service. Requests may be outstanding in any number and are answered in any order.
+/// A connection to a proxy's service. Any number of requests may be outstanding; responses come in any order.
 pub struct ProxyClient {
     socket: unix::Socket,
-    /// Whose proxy it is, for messages.
+    /// The rank of the proxy, for messages.
     rank: u32,
     abort: Arc<AbortWord>,
     timeout: Duration,
-    state: Mutex<State>,
+    state: Mutex<ClientState>,
 }
 
 #[derive(Default)]
-struct State {
-    last: u64,
-    /// Responses that nobody has asked for yet.
+struct ClientState {
+    last_id: u64,
+    /// Responses that have arrived and not been taken.
     arrived: HashMap<u64, Response>,
 }
 
@@ -57,7 +58,7 @@ impl ProxyClient {
         let socket = loop {
             match unix::connect(name) {
                 Ok(socket) => break socket,
-                // Its queue is full; a unix socket cannot tell us when it is not.
+                // The listener's queue is full; a unix socket does not report when it has room.
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock && Instant::now() < deadline => {
                     if abort.is_set() {
                         return Err(Error::Aborted(format!("connecting to the proxy of rank {rank}")));
@@ -81,19 +82,19 @@ impl ProxyClient {
         })
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, ClientState> {
+        lock(&self.state)
     }
 
-    /// Sends a request; the response is for [`ProxyClient::poll`].
+    /// Sends a request. [`ProxyClient::poll`] returns the response.
     ///
     /// # Errors
     /// [`Error::PeerLost`], [`Error::Aborted`], [`Error::TimedOut`].
     pub fn call_async(&self, request: &Request) -> Result<RequestId> {
         let deadline = Instant::now() + self.timeout;
         let mut state = self.state();
-        state.last += 1;
-        let id = state.last;
+        state.last_id += 1;
+        let id = state.last_id;
         drop(state);
         let bytes = request.encode(id);
         loop {
@@ -108,7 +109,7 @@ impl ProxyClient {
         }
     }
 
-    /// The response to a request, if it has come; a response is given once.
+    /// The response to a request, if it has arrived. Each response is returned once.
     ///
     /// # Errors
     /// [`Error::PeerLost`] when the proxy is gone, [`Error::Protocol`].
@@ -144,7 +145,7 @@ impl ProxyClient {
     /// Sends a request and waits for the response.
     ///
     /// # Errors
-    /// What the proxy says, and [`Error::PeerLost`], [`Error::Aborted`] within 100 ms of the abort word,
+    /// The proxy refuses the request; [`Error::PeerLost`], [`Error::Aborted`] within 100 ms of the abort word,
     /// [`Error::TimedOut`].
     pub fn call_blocking(&self, request: &Request) -> Result<Reply> {
         self.wait_for(self.call_async(request)?)?.outcome
@@ -191,7 +192,7 @@ impl ProxyClient {
             );
             return Err(Error::TimedOut(text));
         }
-        // Another thread may take our response out of the socket, so never sleep long.
+        // Another thread may read this response from the socket, so never sleep long.
         match sys::poll(
             &mut [sys::interest(&*self.socket, events)],
             Some(left.min(sys::ABORT_CHECK)),

@@ -1,89 +1,111 @@
-//! The progress thread: moves the operations of all network connections of one proxy.
+//! The progress thread (`rs-progress`): drives the network connections of one proxy.
+//!
+//! The thread owns the connections; no other thread touches them. Each turn takes up commands and the device's requests, then calls
+//! [`Connection::progress`] of every connection with an operation. When a turn moves nothing, the thread waits:
+//!
+//! | what the connections wait for | the thread |
+//! |---|---|
+//! | nothing: there is no operation | sleeps until a command, a stream, a completion queue or a request of the device |
+//! | streams and completion queues only | arms the queues, makes one more turn, and sleeps on the descriptors |
+//! | the device | yields some turns, then sleeps for short times: no descriptor reports what a kernel writes |
 
 use std::{
     collections::{BTreeMap, VecDeque},
+    io,
     sync::Arc,
     thread,
     time::{Duration, Instant},
 };
 
+use ringsight_comm_base::sys;
 use ringsight_kernels::Fifo;
 use ringsight_records::State;
 
 use super::{
-    ConnectionId, ProxyOp, events,
-    machine::{Link, Machine},
-    message::Endpoint,
-    moves::Moves,
+    activity::Activity,
     progress::{Command, Progress},
     requests::Sources,
-    stalls::Stall,
-    told::Told,
+    table_entry::TableEntry,
 };
 use crate::{
-    bootstrap::sys,
+    op::{ConnectionId, Endpoint, ProxyOp},
     transport::{
-        socket::{Socket, Turn},
-        verbs::Connected,
+        connection::{Connection, Moved, Waits},
+        events,
+        stall::Stall,
     },
 };
 
-/// How often the thread yields before it sleeps, when the device is to move next.
+/// How often the thread yields before it sleeps while it waits for the device.
 const YIELDS: u32 = 8;
-/// First and longest sleep while the device is to move next: no event tells of what a kernel writes.
+/// First and longest sleep while the thread waits for the device.
 const SLEEP: (Duration, Duration) = (Duration::from_micros(20), Duration::from_micros(100));
-/// After this long without any movement the device is not about to move: sleep longer, so that a stalled job leaves the
-/// processor to whoever holds it up.
+/// After this long without progress the device is not about to move. The thread then sleeps for this longer time, so that a stalled job
+/// leaves the processor to the threads that hold it up.
 const STALLED: (Duration, Duration) = (Duration::from_millis(20), Duration::from_micros(250));
-/// Turns with movement between two looks at the sockets that would have blocked.
+/// Turns with progress between two polls of the streams that would have blocked.
 const POLL_EVERY: u32 = 8;
 
-/// How far a connection is with its first operation; NCCL's `ncclProxyOpNone`, `ncclProxyOpReady`, `ncclProxyOpProgress`.
+/// Starts the thread of `progress`, unless it runs.
+pub(super) fn ensure_started(progress: &Arc<Progress>) -> io::Result<()> {
+    progress.start_once(|| {
+        let shared = Arc::clone(progress);
+        thread::Builder::new()
+            .name("rs-progress".into())
+            .stack_size(256 << 10)
+            .spawn(move || Engine::new(&shared).run())
+    })
+}
+
+/// State of a connection's first operation; NCCL's `ncclProxyOpNone`, `ncclProxyOpReady`, `ncclProxyOpProgress`.
 /// Each change is recorded: [`State::START`], [`State::OP_IN_PROGRESS`], and back to none [`State::STOP`] or
 /// [`State::ABORTED`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 enum OpState {
-    /// Not begun, or there is none.
+    /// Not begun, or there is no operation.
     #[default]
     None,
-    /// Its turn has come; there may be no socket yet.
+    /// Its turn has come. The connection may not be made yet.
     Ready,
     /// Its steps have begun.
     Progress,
 }
 
-struct Connection {
+/// A connection of the proxy with its operations.
+struct ProxyConnection {
     endpoint: Endpoint,
     fifo: Arc<Fifo>,
-    machine: Machine,
-    socket: Option<Socket>,
+    /// `None` until the proxies have agreed on the kind of the connection, and after a failure.
+    connection: Option<Box<dyn Connection>>,
+    /// What the connection waits for, as of its last call.
+    waits: Waits,
     /// In the order saved; the first one is under way.
     ops: VecDeque<ProxyOp>,
     /// Of the first operation.
     state: OpState,
-    told: Told,
+    entry: TableEntry,
     failed: bool,
-    /// Without an operation, it still has a peer that may need it.
-    is_tended: bool,
-    /// Of the communicator whose it is, from its first operation on.
-    moves: Option<Arc<Moves>>,
-    /// What others are told of its waiting for the network, since when that is, and of how many operations.
+    /// The peer may need this end while it has no operation.
+    serves_idle: bool,
+    /// Activity of its communicator, from its first operation on.
+    activity: Option<Arc<Activity>>,
+    /// The stall that is in the table: since when, what, and of how many operations.
     stalled: Option<(u64, Stall, usize)>,
 }
 
-pub(super) struct Engine<'a> {
+struct Engine<'a> {
     shared: &'a Progress,
-    connections: BTreeMap<ConnectionId, Connection>,
+    connections: BTreeMap<ConnectionId, ProxyConnection>,
     sources: Sources,
     /// Operations of all connections.
     active: usize,
     appended: u64,
-    /// Completion queues tell of what happens next.
+    /// The completion queues are armed.
     is_armed: bool,
 }
 
 impl<'a> Engine<'a> {
-    pub(super) fn new(shared: &'a Progress) -> Self {
+    fn new(shared: &'a Progress) -> Self {
         Self {
             shared,
             connections: BTreeMap::new(),
@@ -94,23 +116,23 @@ impl<'a> Engine<'a> {
         }
     }
 
-    pub(super) fn run(mut self) {
+    fn run(mut self) {
         let rank = self.shared.rank;
-        let mut last_move = Instant::now();
+        let mut last_progress = Instant::now();
         let (mut idle_turns, mut moved_turns) = (0u32, 0u32);
         loop {
             let was_idle = self.active == 0;
             self.take_ops();
             let ending = self.shared.is_ending();
             if ending || self.shared.abort.is_set() {
-                self.give_up_everything();
+                self.give_up_all();
             }
             if ending {
                 return;
             }
             if was_idle && self.active > 0 {
                 events::control(rank, State::CTRL_ACTIVE, 0);
-                last_move = Instant::now();
+                last_progress = Instant::now();
             }
             let moved = self.turn();
             if self.active == 0 {
@@ -123,29 +145,29 @@ impl<'a> Engine<'a> {
                 continue;
             }
             if moved {
-                (last_move, idle_turns) = (Instant::now(), 0);
+                (last_progress, idle_turns) = (Instant::now(), 0);
                 self.is_armed = false;
                 moved_turns += 1;
                 if moved_turns % POLL_EVERY == 0 {
                     self.poll(Some(Duration::ZERO));
-                    self.tend();
+                    self.serve_idle();
                 }
                 continue;
             }
             idle_turns += 1;
-            self.tend();
-            let waits_for_device = self.working().any(|connection| connection.machine.needs().device);
+            self.serve_idle();
+            let waits_for_device = self.working().any(|connection| connection.waits.device);
             if !waits_for_device {
-                // What happened between the turn and the arming told nobody: one more turn after it.
+                // An event between the turn and the arming is reported by no descriptor, so one more turn follows the arming.
                 if self.is_armed || !self.arm() {
-                    let most = self.wait().unwrap_or(sys::ABORT_CHECK);
+                    let most = self.max_wait().unwrap_or(sys::ABORT_CHECK);
                     self.poll(Some(most.min(sys::ABORT_CHECK)));
                     self.is_armed = false;
                 }
             } else if idle_turns <= YIELDS {
                 self.poll(Some(Duration::ZERO));
                 thread::yield_now();
-            } else if last_move.elapsed() < STALLED.0 {
+            } else if last_progress.elapsed() < STALLED.0 {
                 let doubled = SLEEP.0 * (1 << (idle_turns - YIELDS - 1).min(8));
                 self.poll(Some(doubled.min(SLEEP.1)));
             } else {
@@ -154,80 +176,51 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Connections that have an operation to move and a socket to move it over.
-    fn working(&self) -> impl Iterator<Item = &Connection> {
+    /// Connections that are made and have an operation.
+    fn working(&self) -> impl Iterator<Item = &ProxyConnection> {
         self.connections
             .values()
-            .filter(|connection| !connection.ops.is_empty() && connection.socket.is_some())
+            .filter(|connection| !connection.ops.is_empty() && connection.connection.is_some())
     }
 
     fn take_commands(&mut self) {
         for command in self.shared.commands() {
             match command {
                 Command::Add(id, endpoint, fifo) => {
-                    let machine = Machine::over_socket(Arc::clone(&fifo), endpoint.is_send);
-                    let (socket, ops, state, failed) = (None, VecDeque::new(), OpState::None, false);
-                    self.connections.insert(
-                        id,
-                        Connection {
-                            endpoint,
-                            fifo,
-                            machine,
-                            socket,
-                            ops,
-                            state,
-                            told: Told::default(),
-                            failed,
-                            is_tended: false,
-                            moves: None,
-                            stalled: None,
-                        },
-                    );
+                    self.connections.insert(id, ProxyConnection::new(endpoint, fifo));
                 }
                 Command::Attach(id, link) => {
                     if let Some(connection) = self.connections.get_mut(&id) {
-                        let Link { stream, rdma } = *link;
-                        // A connection that survives its paths finds out by itself whether its peer answers; any other has only the
-                        // system to tell it of a machine that vanished. Without either, it is told by whoever has something to send.
-                        // A receiver whose sender has not confirmed that it is connected has nothing but the socket, yet.
-                        let survives = rdma.as_ref().is_some_and(Connected::survives);
-                        let _ = match survives && connection.endpoint.is_send {
-                            true => sys::bear_silence(&stream),
-                            false => sys::keep_alive(&stream),
-                        };
-                        if let Some(connected) = rdma {
-                            let fifo = Arc::clone(&connection.fifo);
-                            connection.machine =
-                                Machine::over_verbs(fifo, connection.endpoint.is_send, connected);
-                        }
-                        connection.socket = Some(Socket::new(stream));
-                        connection.is_tended = connection.machine.is_verbs();
+                        let fifo = Arc::clone(&connection.fifo);
+                        let made = link.into_connection(fifo, &connection.endpoint);
+                        connection.serves_idle = made.serves_idle();
+                        connection.connection = Some(made);
                     }
                 }
                 Command::Remove(id) => {
                     if let Some(mut connection) = self.connections.remove(&id) {
                         self.active -= connection.give_up(self.shared);
-                        connection.hang_up();
+                        connection.close();
                     }
                 }
                 Command::Ops(ops) => self.append(ops),
-                // There is room for it, and who no longer waits needs none.
-                Command::Settle(tell) => drop(tell.try_send(())),
+                // The channel has room; a receiver that no longer waits needs no answer.
+                Command::Settle(answer) => drop(answer.try_send(())),
                 Command::Watch(source) => self.sources.add(source),
                 Command::Expect => {}
             }
         }
     }
 
-    /// Takes up commands, and what the device has asked for.
+    /// Takes up commands, and requests of the device.
     ///
-    /// Both tell of operations, and those of a connection must come in the order in which the device comes to them. What was
-    /// posted before the device could ask for something is among the commands once the request is seen; so requests are read
-    /// first and taken up last. And whoever may not overtake a request posts when it is taken up ([`Sources::settle`]).
+    /// Both bring operations, and those of a connection must come in the order in which the device reaches them. An operation that was
+    /// posted before a request could be made is among the commands once the request is seen. So requests are read first and appended
+    /// last. A caller that must not overtake a request posts when it is taken up ([`Sources::settle`]).
     fn take_ops(&mut self) {
         let mut requested = Vec::new();
         let failed = self.sources.take(|op| {
-            // Counted before anybody can see that it was taken.
+            // Counted before any thread can see that the request was taken.
             self.shared.post(&op);
             requested.push(op);
         });
@@ -265,7 +258,7 @@ impl<'a> Engine<'a> {
         events::control(self.shared.rank, State::CTRL_APPEND_END, self.appended);
     }
 
-    /// One turn of every connection; whether anything moved.
+    /// Calls every connection with an operation. Returns whether anything moved.
     fn turn(&mut self) -> bool {
         let mut moved = false;
         for connection in self.connections.values_mut() {
@@ -273,25 +266,30 @@ impl<'a> Engine<'a> {
                 continue;
             };
             connection.reach(OpState::Ready, &op);
-            let Some(socket) = &mut connection.socket else {
+            let Some(made) = &mut connection.connection else {
                 continue;
             };
-            match connection.machine.turn(&op, socket) {
-                Ok(Turn::Waiting) => {
-                    let stall = connection.machine.stall();
-                    connection.tell_stall(stall, self.shared);
-                }
-                Ok(turn) => {
+            match made.progress(&op) {
+                Ok(progress) => {
+                    connection.waits = progress.waits;
+                    if progress.moved == Moved::Nothing {
+                        let stall = made.stall();
+                        connection.set_stall(stall, self.shared);
+                        continue;
+                    }
                     moved = true;
-                    connection.tell_stall(None, self.shared);
-                    let moves = &mut connection.moves;
-                    moves.get_or_insert_with(|| self.shared.moves.of(op.comm)).moved();
+                    let step = made.step();
+                    connection.set_stall(None, self.shared);
+                    let activity = &mut connection.activity;
+                    activity
+                        .get_or_insert_with(|| self.shared.activities.of(op.comm))
+                        .count_move();
                     connection.reach(OpState::Progress, &op);
-                    connection.told.move_to(&op, connection.machine.step());
-                    if let Turn::Done(bytes) = turn {
+                    connection.entry.move_to(&op, step);
+                    if let Moved::Completed(bytes) = progress.moved {
                         events::op(&op, State::STOP, bytes);
                         connection.state = OpState::None;
-                        connection.told.rest();
+                        connection.entry.finish();
                         connection.ops.pop_front();
                         self.active -= 1;
                         if op.counted {
@@ -300,11 +298,11 @@ impl<'a> Engine<'a> {
                         self.shared.retire(&op);
                     }
                 }
-                Err(text) => {
-                    let step = connection.machine.step();
-                    let text = connection.describe(self.shared.rank, &op, step, &text);
+                Err(error) => {
+                    let step = made.step();
+                    let text = connection.describe(self.shared.rank, &op, step, &error.to_string());
                     connection.failed = true;
-                    connection.socket = None;
+                    connection.connection = None;
                     self.active -= connection.give_up(self.shared);
                     (self.shared.on_error)(connection.endpoint.comm, text);
                     moved = true;
@@ -314,112 +312,132 @@ impl<'a> Engine<'a> {
         moved
     }
 
-    /// Connections that something is expected of: with an operation, or with a peer that may need them.
-    fn awake(&self) -> impl Iterator<Item = &Connection> {
+    /// Connections that may have something to do: with an operation, or with a peer that may need them.
+    fn awake(&self) -> impl Iterator<Item = (&ProxyConnection, &dyn Connection)> {
         self.connections
             .values()
-            .filter(|connection| connection.socket.is_some() && connection.is_awake())
+            .filter(|connection| connection.is_awake())
+            .filter_map(|connection| Some((connection, connection.connection.as_deref()?)))
     }
 
-    /// Has completion queues tell of what happens next; whether there are any.
+    /// Arms the completion queues. Returns whether there are any.
     fn arm(&mut self) -> bool {
-        self.awake().for_each(|connection| connection.machine.arm());
-        let any = self.awake().any(|connection| connection.machine.is_verbs());
+        self.awake().for_each(|(_, made)| made.arm());
+        let any = self.awake().any(|(_, made)| made.serves_idle());
         self.is_armed = any;
         any
     }
 
-    /// How long the connections, and the device's requests, let it sleep.
-    fn wait(&self) -> Option<Duration> {
+    /// How long the connections and the device's requests let the thread sleep.
+    fn max_wait(&self) -> Option<Duration> {
         self.awake()
-            .filter_map(|connection| connection.machine.wait())
-            .chain(self.sources.rest())
+            .filter_map(|(_, made)| made.max_wait())
+            .chain(self.sources.max_wait())
             .min()
     }
 
-    /// Without operations: until something happens, or the device asks for some.
+    /// Sleeps without operations, until an event or a request of the device.
     fn sleep(&mut self) {
         loop {
             self.arm();
-            self.tend();
-            let woken = self.poll(self.wait());
+            self.serve_idle();
+            let woken = self.poll(self.max_wait());
             self.is_armed = false;
-            self.tend();
-            if woken || self.sources.rest().is_none() || self.sources.is_asked() {
+            self.serve_idle();
+            if woken || self.sources.max_wait().is_none() || self.sources.has_requests() {
                 return;
             }
         }
     }
 
-    /// Looks after the connections that have no operation and may be needed.
-    fn tend(&mut self) {
+    /// Serves the peers of connections without an operation.
+    fn serve_idle(&mut self) {
         for connection in self.connections.values_mut() {
             if connection.ops.is_empty()
-                && connection.is_tended
-                && let Some(socket) = &mut connection.socket
+                && connection.serves_idle
+                && let Some(made) = &mut connection.connection
             {
-                connection.is_tended = connection.machine.tend(socket, &connection.endpoint);
+                match made.serve_idle() {
+                    Some(waits) => connection.waits = waits,
+                    None => connection.serves_idle = false,
+                }
             }
         }
     }
 
-    /// Waits for the sockets of the connections at work, and their completion queues if they are armed, for a command, and at most
-    /// `timeout`. Whether any of these has come.
+    /// Waits for a command, for the streams of the connections that are awake, and for their completion queues if these are armed, at most
+    /// for `timeout`. Returns whether any of these has come.
     fn poll(&mut self, timeout: Option<Duration>) -> bool {
         let mut fds = vec![sys::interest(&self.shared.wake, libc::POLLIN)];
-        for connection in self.awake() {
-            if let Some(socket) = &connection.socket {
-                fds.push(sys::interest(&*socket.stream, connection.machine.needs().events));
-            }
-        }
-        let sockets = fds.len();
+        fds.extend(
+            self.awake()
+                .map(|(connection, made)| sys::interest(&*made.stream().tcp, connection.waits.events)),
+        );
+        let streams = fds.len();
         if self.is_armed {
-            let queues = self.awake().flat_map(|connection| connection.machine.fds());
+            let queues = self.awake().flat_map(|(_, made)| made.descriptors());
             fds.extend(queues.map(|fd| sys::interest(&fd, libc::POLLIN)));
         }
         if sys::poll(&mut fds, timeout).is_err() {
-            thread::yield_now(); // only for want of memory: the next turns try the sockets by themselves
+            thread::yield_now(); // no memory: the next turns try the streams all the same
         }
         if sys::is_ready(&fds[0]) {
             self.shared.wake.drain();
         }
-        let working = self
+        let awake = self
             .connections
             .values_mut()
-            .filter(|c| c.is_awake())
-            .filter_map(|c| c.socket.as_mut());
-        for (fd, socket) in fds[1..sockets].iter().zip(working) {
+            .filter(|connection| connection.is_awake())
+            .filter_map(|connection| connection.connection.as_mut());
+        for (fd, made) in fds[1..streams].iter().zip(awake) {
             let broken = fd.revents & (libc::POLLERR | libc::POLLHUP | libc::POLLNVAL) != 0;
-            socket.readable |= broken || fd.revents & libc::POLLIN != 0;
-            socket.writable |= broken || fd.revents & libc::POLLOUT != 0;
+            let stream = made.stream_mut();
+            stream.readable |= broken || fd.revents & libc::POLLIN != 0;
+            stream.writable |= broken || fd.revents & libc::POLLOUT != 0;
         }
         fds.iter().any(sys::is_ready)
     }
 
-    fn give_up_everything(&mut self) {
+    fn give_up_all(&mut self) {
         for connection in self.connections.values_mut() {
             self.active -= connection.give_up(self.shared);
-            // What was under way is torn: nothing that follows on this connection could be understood.
+            // An operation was cut off: later bytes on this connection would have no meaning.
             connection.failed = true;
-            connection.hang_up();
+            connection.close();
         }
     }
 }
 
-impl Connection {
-    /// With an operation, or with a peer that may need it.
-    fn is_awake(&self) -> bool {
-        !self.ops.is_empty() || self.is_tended
+impl ProxyConnection {
+    fn new(endpoint: Endpoint, fifo: Arc<Fifo>) -> Self {
+        Self {
+            endpoint,
+            fifo,
+            connection: None,
+            waits: Waits::default(),
+            ops: VecDeque::new(),
+            state: OpState::None,
+            entry: TableEntry::default(),
+            failed: false,
+            serves_idle: false,
+            activity: None,
+            stalled: None,
+        }
     }
 
-    /// Brings its first operation as far as `state`, unless it is.
+    /// With an operation, or with a peer that may need it.
+    fn is_awake(&self) -> bool {
+        !self.ops.is_empty() || self.serves_idle
+    }
+
+    /// Advances the state of its first operation to `state`, unless it has been reached.
     fn reach(&mut self, state: OpState, op: &ProxyOp) {
         if self.state < state {
             self.state = state;
             let recorded = match state {
                 OpState::None => return,
                 OpState::Ready => {
-                    self.told.begin(op, self.ops.len().saturating_sub(1));
+                    self.entry.begin(op, self.ops.len().saturating_sub(1));
                     State::START
                 }
                 OpState::Progress => State::OP_IN_PROGRESS,
@@ -428,37 +446,37 @@ impl Connection {
         }
     }
 
-    /// Tells whether its operations wait for the network, and since when, if that has changed.
-    fn tell_stall(&mut self, stalled: Option<(u64, Stall)>, shared: &Progress) {
+    /// Updates the table of stalls, if the stall of its operations has changed.
+    fn set_stall(&mut self, stalled: Option<(u64, Stall)>, shared: &Progress) {
         let stalled = stalled.map(|(since_ns, stall)| (since_ns, stall, self.ops.len()));
         if self.stalled == stalled {
             return;
         }
         let Some(first) = self.ops.front() else { return };
         match stalled {
-            Some((since_ns, stall, _)) => shared.stalls.enter(&self.ops, since_ns, stall),
-            None => shared.stalls.leave(first.connection),
+            Some((since_ns, stall, _)) => shared.stalls.insert(&self.ops, since_ns, stall),
+            None => shared.stalls.remove(first.connection),
         }
         self.stalled = stalled;
     }
 
-    /// Closes its socket. One that has failed has none any more.
-    fn hang_up(&mut self) {
-        if let Some(mut socket) = self.socket.take() {
-            self.machine.leave(&mut socket);
+    /// Closes the connection in good order. A failed one is closed already.
+    fn close(&mut self) {
+        if let Some(mut connection) = self.connection.take() {
+            connection.close();
         }
     }
 
-    /// Drops its operations; how many there were.
+    /// Gives up its operations. Returns their number.
     fn give_up(&mut self, shared: &Progress) -> usize {
         let count = self.ops.len();
         if std::mem::take(&mut self.state) != OpState::None
             && let Some(op) = self.ops.front()
         {
             events::op(op, State::ABORTED, 0);
-            self.told.rest();
+            self.entry.finish();
         }
-        self.tell_stall(None, shared);
+        self.set_stall(None, shared);
         self.ops.drain(..).for_each(|op| shared.retire(&op));
         count
     }

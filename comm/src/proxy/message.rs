@@ -1,4 +1,4 @@
-//! Requests to a proxy and its responses, one message each.
+//! Requests to a proxy's service, and its responses; one message each.
 
 use std::net::SocketAddr;
 

@@ -1,31 +1,59 @@
-//! The proxy: a service thread that sets connections up, and a progress thread that moves network steps.
+//! The proxy of a rank: a service thread that makes connections, and a progress thread that drives those to other nodes.
 //!
-//! The service answers requests by id over a unix socket (Init, SharedInit, Setup, Connect, GetFd, Stop, Destroy), from
-//! its own rank and from other ranks of the node; [`client::ProxyClient`] is the other side. Network connections are
-//! served by the progress thread, which starts with the first of them: operations are saved, started, and then moved
-//! step by step between a [`ringsight_kernels::Fifo`] and a socket, or the peer's memory where both have RDMA
-//! ([`crate::transport::verbs`]).
+//! # Threads
+//! - The *service thread* (`rs-proxy`, `service`) answers requests over a unix socket ([`message`]), of its own rank and of other ranks of
+//!   the node. It also accepts and makes the TCP streams to other proxies. [`client::ProxyClient`] is the other side.
+//! - The *progress thread* (`rs-progress`, `engine`) starts with the first network connection. It owns the connections
+//!   (`crate::transport::connection`) and moves the steps of their operations.
+//! - Launching threads save operations ([`Proxy::save_op`]) and post them ([`Proxy::start`]). They send commands through `progress`; none
+//!   of them touches a connection.
+//!
+//! # A connection
+//! | state in the service | entered by |
+//! |---|---|
+//! | initialised | `Init`, or the hello of a sender's proxy |
+//! | shared | `SharedInit` |
+//! | set up: it has its FIFO | `Setup` |
+//! | connecting | `Connect` of a network sender; the peer's proxy has not answered |
+//! | connected | `Connect`, or the peer's answer |
+//!
+//! | state in the progress thread | entered by |
+//! |---|---|
+//! | added: operations are queued | `Setup` of a network connection |
+//! | attached: operations move | the proxies agree on socket or RDMA |
+//! | failed: operations are dropped | an error, which is reported once; or an abort |
+//!
+//! # Invariants
+//! - Operations of one connection run in the order in which they were posted.
+//! - Every posted operation is retired once: completed, or given up.
+//! - Neither thread blocks on a peer.
+//!
+//! # Modules, from the bottom
+//! `affinity`, `message`, `activity`, `stalls`, `table_entry`, `requests` → `progress` → `engine` → `service` → this module → `client` →
+//! `connector`.
 
+pub(crate) mod activity;
 pub mod affinity;
 pub mod client;
+pub mod connector;
 mod engine;
-pub(crate) mod events;
-mod machine;
-pub(crate) mod memory;
 pub mod message;
-pub(crate) mod moves;
 mod progress;
+/// The watchdog's name of [`activity`].
+pub(crate) mod moves {
+    pub(crate) use super::activity::Activity as Moves;
+}
 pub(crate) mod requests;
 mod service;
 pub(crate) mod stalls;
-mod told;
+mod table_entry;
 
 use std::{
     fmt, io,
     net::{IpAddr, SocketAddr, TcpListener},
     str::FromStr,
     sync::{
-        Arc, Mutex, OnceLock, PoisonError, Weak,
+        Arc, Mutex, OnceLock, Weak,
         atomic::{AtomicBool, Ordering},
         mpsc,
     },
@@ -33,37 +61,42 @@ use std::{
     time::Duration,
 };
 
+use ringsight_comm_base::{
+    error::{self, ResultCode},
+    fork::ParentOnly,
+    log,
+    sync::lock,
+    sys::{self, Wake},
+};
 use ringsight_kernels::AbortWord;
 
-use crate::bootstrap::{
-    fork::ParentOnly,
-    sys::{self, Wake},
-    unix,
-};
-use crate::error::{self, ResultCode};
 pub use crate::op::{ConnectionId, ProxyOp};
-use crate::transport::{
-    direct::{Pool, Slots},
-    verbs::Rdma,
+use crate::{
+    bootstrap::unix,
+    transport::{
+        gpu_direct::{SlotPool, Slots},
+        rdma::Rdma,
+    },
 };
-use moves::Moves;
+use activity::Activity;
+pub use connector::Connector;
 use progress::{Command, Progress};
 use requests::Requests;
 use service::Service;
 use stalls::Stalls;
 
-/// What can go wrong with a proxy.
+/// An error of a proxy.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum Error {
     /// A call of the system failed.
     #[error("{what}: {source}")]
     System {
-        /// What was tried.
+        /// The call.
         what: String,
-        /// What the system said.
+        /// The system's error.
         source: Arc<io::Error>,
     },
-    /// The proxy refused a request, or a peer's proxy could not be reached; the text says why.
+    /// The proxy refused a request, or a peer's proxy could not be reached.
     #[error("{0}")]
     Refused(String),
     /// Bytes that are no message.
@@ -72,7 +105,7 @@ pub enum Error {
     /// A peer's process is gone.
     #[error("{0}")]
     PeerLost(String),
-    /// No answer in time.
+    /// A proxy did not answer in time.
     #[error("{0}")]
     TimedOut(String),
     /// The abort word was set.
@@ -96,40 +129,41 @@ pub type Result<T> = std::result::Result<T, Error>;
 
 /// Called when a proxy operation has finished: (operation number, replay).
 pub type OnCompleted = Arc<dyn Fn(u32, u32) + Send + Sync>;
-/// Called with [`message::Endpoint::comm`] (or [`ProxyOp::comm`], where there is no connection) and a text that names peer, channel and step when a network connection fails.
+/// Called when a network connection fails, with its communicator and a text that names peer, channel and step. The communicator is
+/// [`Endpoint::comm`](crate::op::Endpoint::comm), or [`ProxyOp::comm`] for an operation without a connection.
 pub type OnError = Arc<dyn Fn(u64, String) + Send + Sync>;
 
-/// What a proxy is made of.
+/// Configuration of a proxy.
 #[derive(Clone)]
 pub struct ProxyConfig {
     /// The rank that it serves.
     pub rank: u32,
     /// Ranks of the communicator.
     pub ranks: u32,
-    /// Secret that whoever asks must present ([`crate::bootstrap::Bootstrap::cookie`]).
+    /// Secret that every client must present ([`crate::bootstrap::Bootstrap::cookie`]).
     pub cookie: u64,
     /// Address to listen on for other nodes ([`crate::bootstrap::Bootstrap::local_ip`]).
     pub listen: IpAddr,
     /// Bytes of a slot of every connection; the same on all ranks.
     pub slot_bytes: usize,
-    /// CPUs that its threads run on, if not on those of the thread that makes it.
+    /// CPUs for its threads; `None`: those of the thread that makes it.
     pub cpus: Option<affinity::Cpus>,
-    /// RDMA that its connections may use; `None`: sockets.
+    /// RDMA for its connections; `None`: sockets.
     pub rdma: Option<Rdma>,
     /// Releases every wait.
     pub abort: Arc<AbortWord>,
-    /// Told of finished operations, on the progress thread. Not called for operations that are given up.
+    /// Called for finished operations, on the progress thread. Not called for operations that are given up.
     pub on_completed: OnCompleted,
-    /// Told of the first failure of each connection, on the progress thread.
+    /// Called for the failure of each connection, on the progress thread.
     pub on_error: OnError,
 }
 
-/// Where a proxy answers: an abstract unix socket for its node, a TCP port for other nodes' proxies.
+/// Address of a proxy: an abstract unix socket for its node, a TCP port for other nodes' proxies.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProxyAddress {
     /// Name of the abstract unix socket.
     pub unix: String,
-    /// Where it listens for senders of other nodes.
+    /// Address on which it listens for senders of other nodes.
     pub tcp: SocketAddr,
 }
 
@@ -155,12 +189,12 @@ impl FromStr for ProxyAddress {
     }
 }
 
-/// What connections to other nodes use, once it is known.
+/// The ports of network connections, once they are known.
 struct Ports {
-    /// Ports of [`ProxyConfig::rdma`].
+    /// By channel, in turn: index of the port in [`ProxyConfig::rdma`].
     by_channel: Vec<usize>,
     /// Slots in the memory of the GPU.
-    direct: Option<Arc<Pool>>,
+    direct: Option<Arc<SlotPool>>,
 }
 
 /// The proxy of one rank of one communicator. Dropping it gives up what is left and joins its threads.
@@ -169,7 +203,7 @@ pub struct Proxy {
     config: ProxyConfig,
     ports: Arc<OnceLock<Ports>>,
     progress: Arc<Progress>,
-    /// Operations saved and not yet started.
+    /// Operations that are saved and not yet posted.
     saved: Mutex<Vec<ProxyOp>>,
     wake: Arc<Wake>,
     ending: Arc<AtomicBool>,
@@ -203,7 +237,7 @@ impl Proxy {
             unix: name,
             tcp: tcp.local_addr().map_err(system(&what))?,
         };
-        tracing::info!(target: crate::log::PROXY, "Proxy of rank {} listens on @{address}", config.rank);
+        tracing::info!(target: log::PROXY, "Proxy of rank {} listens on @{address}", config.rank);
         let wake = Arc::new(Wake::new().map_err(system("making an eventfd"))?);
         let ending = Arc::new(AtomicBool::new(false));
         let ProxyConfig {
@@ -225,16 +259,16 @@ impl Proxy {
             Arc::clone(&progress),
         );
         let cpus = config.cpus.clone();
-        let (tell, settled) = mpsc::sync_channel(1);
+        let (report, settled) = mpsc::sync_channel(1);
         let service = thread::Builder::new()
             .name("rs-proxy".into())
             .stack_size(256 << 10)
             .spawn(move || {
-                // The progress thread is started by this one and runs where it does.
+                // This thread starts the progress thread, which inherits its CPUs.
                 let result = cpus.map_or(Ok(()), |cpus| cpus.apply());
                 let settled = result.is_ok();
-                // Whoever waits for it is there until then.
-                let _ = tell.send(result);
+                // The receiver lives until it has the result.
+                let _ = report.send(result);
                 if settled {
                     service.run();
                 }
@@ -254,36 +288,36 @@ impl Proxy {
             let what = format!("running the proxy's threads on CPUs {cpus}, by NCCL_PROXY_CPUSET");
             let settled = settled.recv().map_err(io::Error::other);
             settled.and_then(|result| result).map_err(system(&what))?;
-            tracing::info!(target: crate::log::PROXY, "Proxy of rank {} runs on CPUs {cpus}", proxy.config.rank);
+            tracing::info!(target: log::PROXY, "Proxy of rank {} runs on CPUs {cpus}", proxy.config.rank);
         }
         Ok(proxy)
     }
 
-    /// Where it answers, the text of a [`ProxyAddress`]: what [`crate::topology::RankInfo::proxy_address`] carries.
+    /// Its address, as the text of a [`ProxyAddress`] for [`crate::topology::RankInfo::proxy_address`].
     #[must_use]
     pub fn address(&self) -> String {
         self.address.to_string()
     }
 
-    /// Tells which ports of [`ProxyConfig::rdma`] its connections use, by channel, round and round; none: sockets. Slots of those over them
-    /// are in `direct`, as far as that goes. Until then those who connect to it wait. The first call counts.
-    pub fn use_ports(&self, by_channel: Vec<usize>, direct: Option<Arc<Pool>>) {
+    /// Sets the ports of [`ProxyConfig::rdma`] for its connections: channel c uses the c-th, in turn; none: sockets. Their slots are in
+    /// `direct`, while it has places. Peers that connect wait for this call. Only the first call has an effect.
+    pub fn use_ports(&self, by_channel: Vec<usize>, direct: Option<Arc<SlotPool>>) {
         if self.ports.set(Ports { by_channel, direct }).is_ok() {
             self.wake.wake();
         }
     }
 
-    /// Whether they have been told.
+    /// Whether [`Proxy::use_ports`] has been called.
     pub(crate) fn knows_ports(&self) -> bool {
         self.ports.get().is_some()
     }
 
-    /// The slots in the memory of the GPU that a connection which is set up may have.
+    /// The slots of a connection in the memory of the GPU, if it has any there.
     pub(crate) fn direct_slots(&self, connection: u32) -> Option<Arc<Slots>> {
         self.ports.get()?.direct.as_ref()?.of(connection)
     }
 
-    /// What it was made of.
+    /// Its configuration.
     #[must_use]
     pub fn config(&self) -> &ProxyConfig {
         &self.config
@@ -291,51 +325,51 @@ impl Proxy {
 
     /// Queues an operation until the next [`Proxy::start`].
     pub fn save_op(&self, op: ProxyOp) {
-        self.saved.lock().unwrap_or_else(PoisonError::into_inner).push(op);
+        lock(&self.saved).push(op);
     }
 
-    /// Posts the saved operations to the progress thread, in the order saved. Operations of one connection run in this
-    /// order, those of different connections side by side.
+    /// Posts the saved operations to the progress thread, in the order saved. Operations of one connection run in this order, those of
+    /// different connections in parallel.
     pub fn start(&self) {
-        // Posted under the lock, so that two threads that start at once cannot change the order.
-        let mut saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner);
+        // Posted under the lock, so that two concurrent calls cannot change the order.
+        let mut saved = lock(&self.saved);
         if !saved.is_empty() {
-            self.progress.tell(Command::Ops(std::mem::take(&mut saved)));
+            self.progress.send(Command::Ops(std::mem::take(&mut saved)));
         }
     }
 
-    /// Lets the device ask for operations: the progress thread looks at what `source` is asked.
+    /// Adds a source of operations that the device requests.
     pub(crate) fn watch(&self, source: Weak<dyn Requests>) {
-        self.progress.tell(Command::Watch(source));
+        self.progress.send(Command::Watch(source));
     }
 
-    /// Whoever is asked by the device expects it to do so from now on.
+    /// Has the progress thread look for the device's requests from now on.
     pub(crate) fn expect(&self) {
-        self.progress.tell(Command::Expect);
+        self.progress.send(Command::Expect);
     }
 
-    /// How often something of a communicator ([`ProxyOp::comm`]) moves over its connections.
-    pub(crate) fn moves(&self, comm: u64) -> Arc<Moves> {
-        self.progress.moves.of(comm)
+    /// Network activity of a communicator ([`ProxyOp::comm`]).
+    pub(crate) fn moves(&self, comm: u64) -> Arc<Activity> {
+        self.progress.activities.of(comm)
     }
 
-    /// Its connections that wait for the network.
+    /// Its stalled connections.
     pub(crate) fn stalls(&self) -> Arc<Stalls> {
         Arc::clone(&self.progress.stalls)
     }
 
-    /// Waits until every posted operation has finished, or was given up after a failure or abort.
+    /// Waits until every posted operation has finished or been given up.
     pub fn stop(&self) {
         self.progress.drain(None, || false);
     }
 
-    /// Waits until connections that were destroyed are gone with all that they held, at most `limit`.
+    /// Waits until destroyed connections have freed everything that they held, at most `limit`.
     pub(crate) fn settle(&self, limit: Duration) {
         self.progress.settle(limit);
     }
 
-    /// Waits for that for the operations of communicator `comm` ([`ProxyOp::comm`]), those that nobody is told of
-    /// included, or until `give_up` says so (asked ten times a second).
+    /// As [`Proxy::stop`], for the operations of communicator `comm` ([`ProxyOp::comm`]). Ends early when `give_up` returns true; it is called
+    /// ten times a second.
     pub fn flush(&self, comm: u64, give_up: impl Fn() -> bool) {
         self.progress.drain(Some(comm), give_up);
     }
@@ -343,10 +377,10 @@ impl Proxy {
 
 impl Drop for Proxy {
     fn drop(&mut self) {
-        // Release: pairs with the service's acquire; it reads nothing else by it.
+        // Release: pairs with the service's acquire, which orders nothing else.
         self.ending.store(true, Ordering::Release);
         self.wake.wake();
-        // The service first: it could start the progress thread.
+        // The service first, because it could start the progress thread.
         if let Some(service) = self.service.take() {
             let _ = service.join();
         }

@@ -1,40 +1,41 @@
-//! The progress thread as other threads see it: what they tell it, and wait for. What it does is [`super::engine`]'s.
+//! The progress thread as other threads see it: its commands, and what they wait for. [`super::engine`] is the thread itself.
 
 use std::{
     collections::{BTreeMap, btree_map::Entry},
     io,
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak,
+        Arc, Condvar, Mutex, PoisonError, Weak,
         atomic::{AtomicBool, Ordering},
         mpsc::{SyncSender, sync_channel},
     },
-    thread::{self, JoinHandle},
+    thread::JoinHandle,
     time::Duration,
 };
 
+use ringsight_comm_base::{sync::lock, sys::Wake, threads};
 use ringsight_kernels::{AbortWord, Fifo};
 
-use super::{
-    ConnectionId, OnCompleted, OnError, ProxyOp, engine::Engine, machine::Link, message::Endpoint,
-    moves::MovesOfAll, requests::Requests, stalls::Stalls,
+use super::{OnCompleted, OnError, activity::Activities, requests::Requests, stalls::Stalls};
+use crate::{
+    op::{ConnectionId, Endpoint, ProxyOp},
+    transport::network::Link,
 };
-use crate::{bootstrap::sys::Wake, threads};
 
-/// What the other threads tell the progress thread.
+/// A command to the progress thread.
 pub(super) enum Command {
-    /// A connection exists; operations may come before its socket does.
+    /// A connection exists. Operations may come before it is attached.
     Add(ConnectionId, Endpoint, Arc<Fifo>),
-    /// What it goes over.
+    /// The proxies have agreed on the connection's kind.
     Attach(ConnectionId, Box<Link>),
-    /// Forget it and give up its operations.
+    /// Remove a connection, and give up its operations.
     Remove(ConnectionId),
     /// Operations to move.
     Ops(Vec<ProxyOp>),
-    /// Tell when all that came before is done.
+    /// Answer once all earlier commands are done.
     Settle(SyncSender<()>),
-    /// Whom the device asks for operations.
+    /// A source of operations that the device requests.
     Watch(Weak<dyn Requests>),
-    /// One of those expects requests from now on.
+    /// A source expects requests from now on.
     Expect,
 }
 
@@ -47,20 +48,15 @@ pub(super) struct Progress {
     pub(super) wake: Wake,
     /// Connections that wait for the network.
     pub(super) stalls: Arc<Stalls>,
-    /// What moves over its connections.
-    pub(super) moves: MovesOfAll,
+    /// Activity of the communicators.
+    pub(super) activities: Activities,
     inbox: Mutex<Vec<Command>>,
-    /// Operations posted and neither finished nor given up, by communicator; none is there with 0.
+    /// By communicator: operations that are posted and neither finished nor given up. No entry is 0.
     outstanding: Mutex<BTreeMap<u64, usize>>,
-    /// Told when a communicator has none left.
+    /// Signalled when a communicator has no operation left.
     drained: Condvar,
     ending: AtomicBool,
     thread: Mutex<Option<JoinHandle<()>>>,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Nothing that runs under these locks leaves their contents half changed.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Progress {
@@ -77,7 +73,7 @@ impl Progress {
             on_error,
             wake: Wake::new()?,
             stalls: Arc::default(),
-            moves: MovesOfAll::default(),
+            activities: Activities::default(),
             inbox: Mutex::default(),
             outstanding: Mutex::default(),
             drained: Condvar::new(),
@@ -86,20 +82,17 @@ impl Progress {
         })
     }
 
-    /// Starts the thread unless it runs.
-    pub(super) fn ensure_started(self: &Arc<Self>) -> io::Result<()> {
+    /// Starts the thread by `start`, unless it runs.
+    pub(super) fn start_once(&self, start: impl FnOnce() -> io::Result<JoinHandle<()>>) -> io::Result<()> {
         let mut thread = lock(&self.thread);
         if thread.is_none() {
-            let this = Arc::clone(self);
-            let builder = thread::Builder::new()
-                .name("rs-progress".into())
-                .stack_size(256 << 10);
-            *thread = Some(builder.spawn(move || Engine::new(&this).run())?);
+            *thread = Some(start()?);
         }
         Ok(())
     }
 
-    pub(super) fn tell(&self, command: Command) {
+    /// Sends a command to the thread.
+    pub(super) fn send(&self, command: Command) {
         if let Command::Ops(ops) = &command {
             ops.iter().for_each(|op| self.post(op));
         }
@@ -107,36 +100,36 @@ impl Progress {
         self.wake.wake();
     }
 
-    /// For the thread: what it was told since it asked last.
+    /// For the thread: the commands since its last call.
     pub(super) fn commands(&self) -> Vec<Command> {
         std::mem::take(&mut *lock(&self.inbox))
     }
 
-    /// For the thread: whether it is to give up what is left, and end.
+    /// For the thread: whether it must give up what is left, and end.
     pub(super) fn is_ending(&self) -> bool {
-        // Acquire: pairs with `end`; what was posted before is in the inbox.
+        // Acquire: pairs with the release in `end`; everything posted before is in the inbox.
         self.ending.load(Ordering::Acquire)
     }
 
-    /// Notes an operation that is to finish.
+    /// Counts an operation as outstanding.
     pub(super) fn post(&self, op: &ProxyOp) {
         *lock(&self.outstanding).entry(op.comm).or_default() += 1;
     }
 
-    /// Whether every posted operation has finished or was given up.
+    /// Whether every posted operation has finished or been given up.
     pub(super) fn is_drained(&self) -> bool {
         lock(&self.outstanding).is_empty()
     }
 
-    /// Waits for that, for the operations of communicator `comm` alone if one is named, or until `give_up` says so (asked
-    /// ten times a second).
+    /// Waits until every posted operation, or those of communicator `comm`, has finished or been given up. Ends early when `give_up` returns
+    /// true; it is called ten times a second.
     pub(super) fn drain(&self, comm: Option<u64>, give_up: impl Fn() -> bool) {
         let mut outstanding = lock(&self.outstanding);
         let is_left = |outstanding: &BTreeMap<u64, usize>| match comm {
             Some(comm) => outstanding.contains_key(&comm),
             None => !outstanding.is_empty(),
         };
-        // Operations posted to a thread that never ran (no connection, so no valid operation) are given up by `end`.
+        // Operations that are posted to a thread that never ran have no connection, and `end` gives them up.
         while is_left(&outstanding) && lock(&self.thread).is_some() && !give_up() {
             outstanding = self
                 .drained
@@ -146,19 +139,19 @@ impl Progress {
         }
     }
 
-    /// Waits until all commands have been taken up that were given before, at most `limit`.
+    /// Waits until all earlier commands are done, at most `limit`.
     pub(super) fn settle(&self, limit: Duration) {
         if lock(&self.thread).is_some() {
-            let (tell, told) = sync_channel(1);
-            self.tell(Command::Settle(tell));
-            // A thread that has ended has nothing left.
-            let _ = told.recv_timeout(limit);
+            let (answer, done) = sync_channel(1);
+            self.send(Command::Settle(answer));
+            // A thread that has ended has nothing left to do.
+            let _ = done.recv_timeout(limit);
         }
     }
 
-    /// Gives up what is left and joins the thread.
+    /// Has the thread give up what is left, and joins it.
     pub(super) fn end(&self) {
-        // Release: pairs with the engine's acquire; what was posted before is in the inbox by then.
+        // Release: pairs with the acquire in `is_ending`; everything posted before is in the inbox.
         self.ending.store(true, Ordering::Release);
         self.wake.wake();
         let thread = lock(&self.thread).take();
@@ -170,7 +163,7 @@ impl Progress {
         self.drained.notify_all();
     }
 
-    /// Takes off an operation that has finished or was given up.
+    /// Uncounts an operation that has finished or been given up.
     pub(super) fn retire(&self, op: &ProxyOp) {
         let mut outstanding = lock(&self.outstanding);
         if let Entry::Occupied(mut entry) = outstanding.entry(op.comm) {

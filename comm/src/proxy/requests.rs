@@ -1,30 +1,29 @@
-//! Operations that the device asks for: what is asked is read by the progress thread, since no event tells of what a device
-//! writes.
+//! Operations that the device requests. The progress thread looks for requests, because no event reports what a device writes.
 
 use std::{
     sync::{Arc, Weak},
     time::{Duration, Instant},
 };
 
-use super::ProxyOp;
+use crate::op::ProxyOp;
 
-/// How long it is not looked for requests, by how long ago the last one was: soon after one the next is likely. What a request
-/// may wait for is small beside that; the longest pause is for jobs that stand still.
+/// Pause between two looks for requests, by the time since the last request: another one is likely soon after it. The longest pause is for
+/// jobs that stand still.
 const PAUSES: [(Duration, Duration); 2] = [
     (Duration::from_millis(20), Duration::from_micros(50)),
     (Duration::from_secs(1), Duration::from_millis(1)),
 ];
-const LONGEST: Duration = Duration::from_millis(5);
+const MAX_PAUSE: Duration = Duration::from_millis(5);
 
-/// Who is asked by the device.
+/// A source of operations that the device requests.
 pub(crate) trait Requests: Send + Sync {
-    /// Gives the operations that have been asked for since, in their order; [`Requests::settle`] follows.
+    /// Passes the operations that have been requested since the last call to `post`, in order. [`Requests::settle`] follows.
     ///
     /// # Errors
     /// Requests were lost: the communicator of this id cannot go on, for this reason.
     fn take(&self, post: &mut dyn FnMut(ProxyOp)) -> Result<(), (u64, String)>;
 
-    /// What was taken is in its place: nothing posted from now on comes before it.
+    /// The operations that were taken are in the queue: nothing posted from now on comes before them.
     fn settle(&self);
 
     /// Whether there may be requests.
@@ -34,11 +33,11 @@ pub(crate) trait Requests: Send + Sync {
     fn is_asked(&self) -> bool;
 }
 
-/// All that the progress thread looks at.
+/// All sources of the progress thread.
 #[derive(Default)]
 pub(super) struct Sources {
     all: Vec<Weak<dyn Requests>>,
-    /// When there was a request.
+    /// Time of the last request.
     last: Option<Instant>,
 }
 
@@ -52,7 +51,7 @@ impl Sources {
         self.all.iter().filter_map(Weak::upgrade)
     }
 
-    /// As [`Requests::take`], of all; what could not be given.
+    /// [`Requests::take`] of all sources. Returns their errors.
     pub(super) fn take(&mut self, mut post: impl FnMut(ProxyOp)) -> Vec<(u64, String)> {
         let mut any = false;
         let mut post = |op| {
@@ -74,18 +73,19 @@ impl Sources {
         self.present().for_each(|source| source.settle());
     }
 
-    pub(super) fn is_asked(&self) -> bool {
+    /// Whether there are requests now.
+    pub(super) fn has_requests(&self) -> bool {
         self.present().any(|source| source.is_asked())
     }
 
-    /// For how long it need not be looked; `None`: until somebody says so.
-    pub(super) fn rest(&self) -> Option<Duration> {
+    /// How long the thread need not look for requests. `None`: no source expects any.
+    pub(super) fn max_wait(&self) -> Option<Duration> {
         if !self.present().any(|source| source.is_expected()) {
             return None;
         }
         let since = self.last.map_or(Duration::MAX, |last| last.elapsed());
         let pause = PAUSES.iter().find(|(until, _)| since < *until);
-        Some(pause.map_or(LONGEST, |(_, pause)| *pause))
+        Some(pause.map_or(MAX_PAUSE, |(_, pause)| *pause))
     }
 }
 
@@ -95,7 +95,7 @@ mod tests {
 
     use super::*;
 
-    /// Has nothing to give.
+    /// A source without requests.
     struct Quiet(AtomicBool);
 
     impl Requests for Quiet {
@@ -115,18 +115,18 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_looked_at_who_expects_nothing_or_is_gone() {
+    fn sources_that_expect_nothing_or_are_gone_are_skipped() {
         let mut sources = Sources::default();
-        assert_eq!(sources.rest(), None);
+        assert_eq!(sources.max_wait(), None);
         let quiet = Arc::new(Quiet(AtomicBool::new(false)));
         let weak = Arc::downgrade(&quiet);
         sources.add(weak);
-        assert_eq!(sources.rest(), None);
+        assert_eq!(sources.max_wait(), None);
         assert_eq!(sources.take(|_| ()), []);
         quiet.0.store(true, Ordering::Relaxed);
-        assert_eq!(sources.rest(), Some(LONGEST));
+        assert_eq!(sources.max_wait(), Some(MAX_PAUSE));
         assert_eq!(sources.take(|_| ()), [(7, "lost".into())]);
         drop(quiet);
-        assert_eq!(sources.rest(), None);
+        assert_eq!(sources.max_wait(), None);
     }
 }

@@ -1,4 +1,7 @@
-//! The service thread: answers requests, and makes and accepts the TCP connections between proxies.
+//! The service thread (`rs-proxy`): answers requests, and makes and accepts the TCP streams between proxies.
+//!
+//! It never blocks: clients, streams that are being made, and hellos that have not arrived whole are all polled. A response that its client
+//! does not read is queued; a client with too many of them is dropped.
 
 mod peers;
 mod rdma;
@@ -15,27 +18,27 @@ use std::{
     time::Duration,
 };
 
+use ringsight_comm_base::{
+    fork::ParentOnly,
+    log::PROXY,
+    sys::{self, Wake},
+};
 use ringsight_kernels::Fifo;
 
 use peers::Outgoing;
 
 use super::{
-    ConnectionId, Ports, ProxyConfig, memory,
-    message::{Endpoint, Reply, Request, Transport, encode_response},
+    Ports, ProxyConfig, engine,
+    message::{Reply, Request, encode_response},
     progress::{Command, Progress},
 };
 use crate::{
-    bootstrap::{
-        fork::ParentOnly,
-        pending::Undecided,
-        sys::{self, Wake},
-        unix,
-    },
-    log::PROXY,
-    transport::{direct::Slots, socket::Hello},
+    bootstrap::{pending::Undecided, unix},
+    op::{ConnectionId, Endpoint, Transport},
+    transport::{fifo_memory, gpu_direct::Slots, wire::Hello},
 };
 
-/// Channels of a communicator (`MAXCHANNELS`).
+/// Maximum number of channels of a communicator (`MAXCHANNELS`).
 const MAX_CHANNELS: u8 = 64;
 /// Responses that a client may leave unread before it is dropped.
 const MAX_UNREAD: usize = 1024;
@@ -47,9 +50,9 @@ struct Client {
     socket: unix::Socket,
     /// It has presented the secret.
     trusted: bool,
-    /// It is of this process.
+    /// It belongs to this process.
     own: bool,
-    /// Responses that the socket did not take yet; the handle says which descriptor goes along.
+    /// Responses that the socket has not accepted yet, with the handle of the descriptor that goes along.
     unsent: VecDeque<(Vec<u8>, Option<u64>)>,
 }
 
@@ -57,11 +60,11 @@ struct Client {
 enum Stage {
     /// Made by Init.
     Initialised,
-    /// Its transport's shared part stands.
+    /// SharedInit is done.
     Shared,
-    /// It has its FIFO.
+    /// Setup is done: it has its FIFO.
     SetUp,
-    /// A sender on the network waits for the peer's proxy.
+    /// A network sender waits for the peer's proxy.
     Connecting,
     /// Ready.
     Connected,
@@ -70,14 +73,14 @@ enum Stage {
 struct Connection {
     endpoint: Endpoint,
     stage: Stage,
-    /// Handle of its descriptor, once set up.
+    /// Handle of the FIFO's descriptor, once it is set up.
     handle: Option<u64>,
-    /// A receiver on the network: the sender's socket is there.
+    /// A network receiver: the sender's stream has come.
     attached: bool,
-    /// On the network: its FIFO, once set up, and slots for it in the memory of the GPU.
+    /// A network connection: its FIFO once it is set up, and its slots in the memory of the GPU, if any.
     fifo: Option<Arc<Fifo>>,
     direct: Option<Arc<Slots>>,
-    /// A sender on the network that is connected: the port that RDMA goes over, if it does.
+    /// A network sender that is connected: index of the RDMA port, if it uses RDMA.
     rdma: Option<u8>,
 }
 
@@ -96,7 +99,7 @@ pub(super) struct Service {
     next_connection: u32,
     fds: HashMap<u64, OwnedFd>,
     outgoing: Vec<Outgoing>,
-    /// Hellos that came before the ports were known.
+    /// Streams whose hello came before the ports were known.
     early: Vec<(ParentOnly<TcpStream>, Vec<u8>)>,
     ports: Arc<OnceLock<Ports>>,
     /// Stop requests that wait for the progress thread.
@@ -133,7 +136,7 @@ impl Service {
     pub(super) fn run(mut self) {
         let mut undecided = Undecided::new(Hello::missing);
         let mut starved = false;
-        // Acquire: pairs with the release in the proxy's drop; nothing else is read by it.
+        // Acquire: pairs with the release in the proxy's drop, which orders nothing else.
         while !self.ending.load(Ordering::Acquire) {
             let listen = if starved { 0 } else { libc::POLLIN };
             let mut fds = vec![
@@ -170,7 +173,7 @@ impl Service {
                 (false, true, true) => None,
             };
             if sys::poll(&mut fds, timeout).is_err() {
-                return; // only for want of memory; clients see their connections close
+                return; // no memory: clients see their connections close
             }
             if sys::is_ready(&fds[0]) {
                 self.wake.drain();
@@ -192,7 +195,7 @@ impl Service {
                 Vec::new()
             };
             for (stream, bytes) in early.into_iter().chain(undecided.decided()) {
-                // Each may take the kernel a second, which looks for an address that nobody answers for.
+                // Each call may take the kernel a second, to resolve an address that does not answer.
                 // Acquire: as above.
                 if self.ending.load(Ordering::Acquire) || self.progress.abort.is_set() {
                     break;
@@ -209,7 +212,7 @@ impl Service {
         }
     }
 
-    /// False when the process is out of descriptors.
+    /// Accepts clients. Returns false if the process has no descriptor left.
     fn accept_clients(&mut self) -> bool {
         loop {
             match unix::accept(&self.unix) {
@@ -234,7 +237,7 @@ impl Service {
         }
     }
 
-    /// Reads and answers what a client asks; false when it is gone or speaks otherwise.
+    /// Reads and answers a client's requests. Returns false if the client is gone or breaks the protocol.
     fn serve_client(&mut self, id: u64) -> bool {
         loop {
             let Some(client) = self.clients.get_mut(&id) else {
@@ -255,7 +258,7 @@ impl Service {
             let asked = (id, request_id);
             let response = self.answer(asked, request);
             self.log(request.name(), response.as_ref());
-            // Some answers come later.
+            // Some responses come later.
             if let Some(response) = response {
                 let fd = match (&response, request) {
                     (Ok(Reply::GetFd), Request::GetFd { handle }) => Some(handle),
@@ -266,7 +269,7 @@ impl Service {
         }
     }
 
-    /// Tells what became of a request; `None`: it is under way.
+    /// Logs the outcome of a request; `None`: it is under way.
     fn log(&self, operation: &str, response: Option<&Result<Reply, String>>) {
         let rank = self.config.rank;
         match response {
@@ -281,11 +284,11 @@ impl Service {
     fn respond(&mut self, (client, request): (u64, u64), response: &Result<Reply, String>, fd: Option<u64>) {
         if let Some(client) = self.clients.get_mut(&client) {
             client.unsent.push_back((encode_response(request, response), fd));
-            flush(client, &self.fds); // a broken client is noticed when it is polled
+            flush(client, &self.fds); // polling finds a broken client
         }
     }
 
-    /// The response to a request; `None` when it comes later.
+    /// The response to a request; `None` if it comes later.
     fn answer(&mut self, asked: (u64, u64), request: Request) -> Option<Result<Reply, String>> {
         let client = &self.clients[&asked.0];
         if let Request::Init { cookie, .. } = request {
@@ -387,8 +390,7 @@ impl Service {
             ));
         }
         if connection.endpoint.transport == Transport::NetSocket {
-            progress
-                .ensure_started()
+            engine::ensure_started(&progress)
                 .map_err(|error| format!("starting the progress thread: {error}"))?;
         }
         if connection.stage == Stage::Initialised {
@@ -407,18 +409,18 @@ impl Service {
             return Err(format!("Setup of connection {id} before SharedInit"));
         }
         let failed = |error: io::Error| format!("allocating a FIFO of {slot_bytes}-byte slots: {error}");
-        let fd = memory::create(Fifo::memory_bytes(slot_bytes)).map_err(failed)?;
-        // Not guessable, so that a handle is the right to the descriptor.
+        let fd = fifo_memory::create(Fifo::memory_bytes(slot_bytes)).map_err(failed)?;
+        // Unguessable, so that a handle grants access to its descriptor.
         let handle = sys::random_u64().map_err(failed)?;
         connection.handle = Some(handle);
         connection.stage = Stage::SetUp;
         let endpoint = connection.endpoint;
         if endpoint.transport == Transport::NetSocket {
-            let fifo = memory::map(&fd, slot_bytes).map_err(failed)?;
+            let fifo = fifo_memory::map(&fd, slot_bytes).map_err(failed)?;
             connection.fifo = Some(Arc::clone(&fifo));
             let direct = self.direct_slots(id, &endpoint);
             self.connection(id)?.direct = direct;
-            self.progress.tell(Command::Add(ConnectionId(id), endpoint, fifo));
+            self.progress.send(Command::Add(ConnectionId(id), endpoint, fifo));
         }
         self.fds.insert(handle, fd);
         Ok(handle)
@@ -447,7 +449,7 @@ impl Service {
             }
         }
         if connection.endpoint.transport == Transport::Shm || !connection.endpoint.is_send {
-            // Shared memory needs no more; a receiver on the network is found by its sender, and then does what it can.
+            // Shared memory needs nothing more. A network receiver is found by its sender.
             connection.stage = Stage::Connected;
             let Endpoint {
                 channel, transport, ..
@@ -500,12 +502,12 @@ impl Service {
             self.fds.remove(&handle);
         }
         self.outgoing.retain(|outgoing| outgoing.connection != id);
-        self.progress.tell(Command::Remove(ConnectionId(id)));
+        self.progress.send(Command::Remove(ConnectionId(id)));
         Ok(())
     }
 }
 
-/// Sends what the socket takes; false when the client is gone.
+/// Sends queued responses, as far as the socket accepts them. Returns false if the client is gone.
 fn flush(client: &mut Client, fds: &HashMap<u64, OwnedFd>) -> bool {
     while let Some((bytes, handle)) = client.unsent.front() {
         let fd = handle.and_then(|handle| fds.get(&handle));

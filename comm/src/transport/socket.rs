@@ -1,45 +1,30 @@
-//! TCP between two proxies: one connection for one direction of one channel.
+//! Connections over TCP between two proxies: one for each direction of each channel.
 //!
-//! The sender writes a header and the slot's bytes for each step; the receiver writes credits, each the number of steps
-//! it has room for since the connection began. A receiver gives credit only for steps of an operation that its own rank
-//! has launched, so a sender that waits for credit waits for its peer's arrival or for its peer's kernel.
-
-mod stream;
-mod wire;
+//! The sender writes a header and the slot's bytes for each step. The receiver writes credits: each is the number of steps that it has
+//! room for since the connection began. It gives credit only for steps of an operation that its own rank has launched, so a sender
+//! without credit waits for its peer's launch or for its peer's kernel.
+//!
+//! | phase of a sent step | the sender waits for |
+//! |---|---|
+//! | `Idle`, `Gpu` | the device to fill the slot |
+//! | `Peer` | a credit |
+//! | `Network` | the stream to accept the bytes |
+//!
+//! Invariants of the receiver: `consumed ≤ received ≤ granted ≤ consumed + SLOTS`.
 
 use std::{collections::VecDeque, io::IoSlice, sync::Arc};
 
 use ringsight_kernels::{Fifo, fifo::SLOTS};
 use ringsight_records::State;
 
-pub(crate) use stream::Socket;
-use wire::{CREDIT_BYTES, encode_credit, parse_credit};
-pub(crate) use wire::{
-    HELLO_BYTES, Hello, MOST_REASON, STEP_BYTES, StepHeader, VERDICT_BYTES, Verdict, fuzz,
+use super::{
+    connection::{Connection, Moved, Progress, Waits},
+    error::ConnectionError,
+    events,
+    stream::Stream,
+    wire::{CREDIT_BYTES, STEP_BYTES, StepHeader, encode_credit, parse_credit},
 };
-
-use crate::proxy::{ProxyOp, events};
-
-/// What one turn of a connection came to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Turn {
-    /// Something moved.
-    Moved,
-    /// Nothing can move before the socket or the device does something.
-    Waiting,
-    /// The operation is complete, with so many bytes.
-    Done(u64),
-}
-
-/// What a connection waits for.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Needs {
-    /// Events of the socket.
-    pub(crate) events: libc::c_short,
-
-    /// The device, through the FIFO: nothing that poll could see.
-    pub(crate) device: bool,
-}
+use crate::op::ProxyOp;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum SendPhase {
@@ -47,9 +32,9 @@ enum SendPhase {
     Idle,
     /// The device has not written the slot.
     Gpu,
-    /// The slot is there, the peer's credit is not.
+    /// The slot is filled, the credit is missing.
     Peer { position: u64, bytes: usize },
-    /// Header and slot go out; so many bytes of both are gone.
+    /// Header and slot are being written; `written` bytes of both are out.
     Network {
         position: u64,
         bytes: usize,
@@ -57,14 +42,15 @@ enum SendPhase {
     },
 }
 
-/// The sending end: the FIFO's consumer.
+/// The sending end: the consumer of the FIFO.
 pub(crate) struct Sender {
     fifo: Arc<Fifo>,
-    /// Operations before the present one.
+    stream: Stream,
+    /// Operations completed since the connection began.
     ops: u32,
     /// Steps sent since the connection began.
     sent: u64,
-    /// Steps that the peer has room for since the connection began.
+    /// Steps granted by the peer since the connection began.
     granted: u64,
     credit: [u8; CREDIT_BYTES],
     credit_bytes: usize,
@@ -74,9 +60,10 @@ pub(crate) struct Sender {
 }
 
 impl Sender {
-    pub(crate) fn new(fifo: Arc<Fifo>) -> Self {
+    pub(crate) fn new(fifo: Arc<Fifo>, stream: Stream) -> Self {
         Self {
             fifo,
+            stream,
             ops: 0,
             sent: 0,
             granted: 0,
@@ -88,21 +75,16 @@ impl Sender {
         }
     }
 
-    /// The step that it is at, for messages.
-    pub(crate) fn step(&self) -> u32 {
-        self.step
-    }
-
     /// Moves `op` on as far as it goes now.
-    pub(crate) fn turn(&mut self, op: &ProxyOp, socket: &mut Socket) -> Result<Turn, String> {
-        let mut moved = self.read_credits(socket)?;
+    fn advance(&mut self, op: &ProxyOp) -> Result<Moved, ConnectionError> {
+        let mut moved = self.read_credits()?;
         loop {
             match self.phase {
                 SendPhase::Idle if self.step == op.steps => {
                     let transferred = std::mem::take(&mut self.transferred);
                     self.step = 0;
                     self.ops = self.ops.wrapping_add(1);
-                    return Ok(Turn::Done(transferred));
+                    return Ok(Moved::Completed(transferred));
                 }
                 SendPhase::Idle => {
                     events::step(op, self.step, State::START, 0);
@@ -121,7 +103,7 @@ impl Sender {
                         break;
                     }
                     events::step(op, self.step, State::STEP_SEND_WAIT, 0);
-                    events::carried(op, socket.carrier(self.step), State::START, bytes);
+                    events::carried(op, self.stream.carrier(self.step), State::START, bytes);
                     self.phase = SendPhase::Network {
                         position,
                         bytes,
@@ -133,7 +115,7 @@ impl Sender {
                     bytes,
                     written,
                 } => {
-                    let now = self.write(op, socket, (position, bytes), written)?;
+                    let now = self.write(op, (position, bytes), written)?;
                     if now == 0 {
                         break;
                     }
@@ -146,7 +128,7 @@ impl Sender {
                         self.fifo.release(position);
                         self.sent += 1;
                         self.transferred += bytes as u64;
-                        events::carried(op, socket.carrier(self.step), State::STOP, bytes);
+                        events::carried(op, self.stream.carrier(self.step), State::STOP, bytes);
                         events::step(op, self.step, State::STOP, bytes);
                         self.step += 1;
                         self.phase = SendPhase::Idle;
@@ -155,16 +137,15 @@ impl Sender {
             }
             moved = true;
         }
-        Ok(if moved { Turn::Moved } else { Turn::Waiting })
+        Ok(Moved::any(moved))
     }
 
     fn write(
-        &self,
+        &mut self,
         op: &ProxyOp,
-        socket: &mut Socket,
         (position, bytes): (u64, usize),
         written: usize,
-    ) -> Result<usize, String> {
+    ) -> Result<usize, ConnectionError> {
         let header = StepHeader {
             op: self.ops,
             step: self.step,
@@ -173,31 +154,32 @@ impl Sender {
             tag: self.fifo.tag_at(position),
         }
         .encode();
-        // SAFETY: the device posted the slot with `bytes` bytes (at most a slot, says the FIFO) and does not touch it
-        // before it is released; the FIFO keeps it mapped.
+        // SAFETY: the device posted the slot with `bytes` bytes (the FIFO bounds them by a slot) and does not touch it before its release;
+        // the FIFO keeps it mapped.
         let data = unsafe { std::slice::from_raw_parts(self.fifo.slot(position, bytes).cast_const(), bytes) };
         let rest = written.saturating_sub(STEP_BYTES);
-        socket.write(&[
+        self.stream.write(&[
             IoSlice::new(&header[written.min(STEP_BYTES)..]),
             IoSlice::new(&data[rest..]),
         ])
     }
 
-    fn read_credits(&mut self, socket: &mut Socket) -> Result<bool, String> {
+    /// Reads credits. Returns whether any byte came.
+    fn read_credits(&mut self) -> Result<bool, ConnectionError> {
         let mut moved = false;
-        while socket.readable {
-            let read = socket.read(&mut self.credit[self.credit_bytes..])?;
+        while self.stream.readable {
+            let read = self.stream.read(&mut self.credit[self.credit_bytes..])?;
             self.credit_bytes += read;
             moved |= read > 0;
             if self.credit_bytes == CREDIT_BYTES {
                 self.credit_bytes = 0;
-                let granted =
-                    parse_credit(&self.credit).ok_or("the peer sent something that is no credit")?;
+                let granted = parse_credit(&self.credit)
+                    .ok_or_else(|| ConnectionError::protocol("the peer sent something that is no credit"))?;
                 if granted < self.granted || granted > self.sent + SLOTS as u64 {
-                    return Err(format!(
+                    return Err(ConnectionError::Protocol(format!(
                         "the peer grants {granted} steps after {}, with {} sent and {SLOTS} slots",
                         self.granted, self.sent
-                    ));
+                    )));
                 }
                 self.granted = granted;
             }
@@ -205,32 +187,52 @@ impl Sender {
         Ok(moved)
     }
 
-    pub(crate) fn needs(&self) -> Needs {
-        // Always POLLIN: credits, and the news that the peer is gone.
+    fn waits(&self) -> Waits {
+        // Always POLLIN: for credits, and to learn that the peer is gone.
         match self.phase {
-            SendPhase::Idle | SendPhase::Gpu => Needs {
+            SendPhase::Idle | SendPhase::Gpu => Waits {
                 events: libc::POLLIN,
                 device: true,
             },
-            SendPhase::Peer { .. } => Needs {
+            SendPhase::Peer { .. } => Waits {
                 events: libc::POLLIN,
-                ..Needs::default()
+                ..Waits::default()
             },
-            SendPhase::Network { .. } => Needs {
+            SendPhase::Network { .. } => Waits {
                 events: libc::POLLIN | libc::POLLOUT,
-                ..Needs::default()
+                ..Waits::default()
             },
         }
     }
 }
 
-/// The receiving end: the FIFO's producer.
+impl Connection for Sender {
+    fn progress(&mut self, op: &ProxyOp) -> Result<Progress, ConnectionError> {
+        let moved = self.advance(op)?;
+        let waits = self.waits();
+        Ok(Progress { moved, waits })
+    }
+
+    fn step(&self) -> u32 {
+        self.step
+    }
+
+    fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    fn stream_mut(&mut self) -> &mut Stream {
+        &mut self.stream
+    }
+}
+
+/// The receiving end: the producer of the FIFO.
 pub(crate) struct Receiver {
     fifo: Arc<Fifo>,
-    /// Operations before the present one.
+    stream: Stream,
+    /// Operations completed since the connection began.
     ops: u32,
-    /// Steps granted, received and consumed by the device since the connection began; in this order, at most [`SLOTS`]
-    /// apart.
+    /// Steps granted, received, and consumed by the device, since the connection began.
     granted: u64,
     received: u64,
     consumed: u64,
@@ -239,25 +241,25 @@ pub(crate) struct Receiver {
     /// Bytes of the steps that the device has not consumed yet.
     sizes: VecDeque<usize>,
     header: [u8; STEP_BYTES],
-    /// Bytes of the present step that are here, header and data.
-    here: usize,
-    /// The present step's header is here, and its record.
-    is_read: bool,
-    /// Credit on its way out, and how much of it is gone.
+    /// Bytes of the present step that have arrived, header and data.
+    arrived: usize,
+    /// The present step's header has arrived, and its record is written.
+    is_recorded: bool,
+    /// The credit that is being written, and how many bytes of it are out.
     credit: [u8; CREDIT_BYTES],
     credit_written: usize,
-    /// What the last credit said.
+    /// The last credit.
     announced: u64,
-    /// The sender's rank does something else than ours: the slot that tells our kernel is posted, and nothing that
-    /// follows could be understood.
+    /// The sender's rank has made another call. The slot that tells the kernel so is posted; later bytes have no meaning.
     differs: bool,
     transferred: u64,
 }
 
 impl Receiver {
-    pub(crate) fn new(fifo: Arc<Fifo>) -> Self {
+    pub(crate) fn new(fifo: Arc<Fifo>, stream: Stream) -> Self {
         Self {
             fifo,
+            stream,
             ops: 0,
             granted: 0,
             received: 0,
@@ -265,8 +267,8 @@ impl Receiver {
             base: 0,
             sizes: VecDeque::with_capacity(SLOTS),
             header: [0; STEP_BYTES],
-            here: 0,
-            is_read: false,
+            arrived: 0,
+            is_recorded: false,
             credit: [0; CREDIT_BYTES],
             credit_written: CREDIT_BYTES,
             announced: 0,
@@ -275,49 +277,48 @@ impl Receiver {
         }
     }
 
-    /// The step that it is at, for messages.
-    pub(crate) fn step(&self) -> u32 {
+    /// The step of the operation that is received next.
+    fn next_step(&self) -> u32 {
         (self.received - self.base) as u32
     }
 
     /// Moves `op` on as far as it goes now.
-    pub(crate) fn turn(&mut self, op: &ProxyOp, socket: &mut Socket) -> Result<Turn, String> {
+    fn advance(&mut self, op: &ProxyOp) -> Result<Moved, ConnectionError> {
         let mut moved = false;
         loop {
-            let before = (
-                self.consumed,
-                self.granted,
-                self.received,
-                self.here,
-                self.credit_written,
-            );
+            let before = self.position();
             self.consume(op);
             self.grant(op);
-            self.announce(socket)?;
-            self.receive(op, socket)?;
+            self.write_credit()?;
+            self.receive(op)?;
             if self.consumed == self.base + u64::from(op.steps) && self.credit_written == CREDIT_BYTES {
                 self.base = self.consumed;
                 self.ops = self.ops.wrapping_add(1);
-                return Ok(Turn::Done(std::mem::take(&mut self.transferred)));
+                return Ok(Moved::Completed(std::mem::take(&mut self.transferred)));
             }
-            if before
-                == (
-                    self.consumed,
-                    self.granted,
-                    self.received,
-                    self.here,
-                    self.credit_written,
-                )
-            {
-                return Ok(if moved { Turn::Moved } else { Turn::Waiting });
+            if before == self.position() {
+                return Ok(Moved::any(moved));
             }
             moved = true;
         }
     }
 
-    /// Ends the steps that the device is done with.
+    /// Everything that changes when something moves.
+    fn position(&self) -> (u64, u64, u64, usize, usize) {
+        let Self {
+            consumed,
+            granted,
+            received,
+            arrived,
+            credit_written,
+            ..
+        } = *self;
+        (consumed, granted, received, arrived, credit_written)
+    }
+
+    /// Ends the steps that the device has consumed.
     fn consume(&mut self, op: &ProxyOp) {
-        // What the device released cannot be more than what we posted, whatever its memory says.
+        // The device cannot have released more than was posted, whatever its memory says.
         let released = self.fifo.released().min(self.received);
         while self.consumed < released {
             let bytes = self.sizes.pop_front().unwrap_or(0);
@@ -337,49 +338,53 @@ impl Receiver {
         }
     }
 
-    fn announce(&mut self, socket: &mut Socket) -> Result<(), String> {
+    /// Writes the newest credit, if the peer does not have it.
+    fn write_credit(&mut self) -> Result<(), ConnectionError> {
         if self.credit_written == CREDIT_BYTES && self.announced < self.granted {
             self.announced = self.granted;
             self.credit = encode_credit(self.granted);
             self.credit_written = 0;
         }
         if self.credit_written < CREDIT_BYTES {
-            self.credit_written += socket.write(&[IoSlice::new(&self.credit[self.credit_written..])])?;
+            self.credit_written += self
+                .stream
+                .write(&[IoSlice::new(&self.credit[self.credit_written..])])?;
         }
         Ok(())
     }
 
-    /// Reads one step, or what there is of it.
-    fn receive(&mut self, op: &ProxyOp, socket: &mut Socket) -> Result<(), String> {
+    /// Reads one step, or as much of it as has arrived.
+    fn receive(&mut self, op: &ProxyOp) -> Result<(), ConnectionError> {
         if self.received == self.granted || self.differs {
             return Ok(());
         }
-        if self.here < STEP_BYTES {
-            self.here += socket.read(&mut self.header[self.here..])?;
-            if self.here < STEP_BYTES {
+        if self.arrived < STEP_BYTES {
+            self.arrived += self.stream.read(&mut self.header[self.arrived..])?;
+            if self.arrived < STEP_BYTES {
                 return Ok(());
             }
         }
         let header = self.check_header(op)?;
         let bytes = header.bytes as usize;
         let Some(position) = self.fifo.free() else {
-            return Err("a granted slot is not free: the device released slots twice".into());
+            let text = "a granted slot is not free: the device released slots twice";
+            return Err(ConnectionError::protocol(text));
         };
-        if !self.is_read {
-            events::carried(op, socket.carrier(self.step()), State::START, bytes);
-            self.is_read = true;
+        if !self.is_recorded {
+            events::carried(op, self.stream.carrier(self.next_step()), State::START, bytes);
+            self.is_recorded = true;
         }
-        let have = self.here - STEP_BYTES;
+        let have = self.arrived - STEP_BYTES;
         if have < bytes {
-            // SAFETY: the slot is free, so the device does not touch it before it is posted; `bytes` is at most a slot
-            // (checked with the header); the FIFO keeps it mapped.
+            // SAFETY: the slot is free, so the device does not touch it before it is posted; `bytes` is at most a slot (checked with the
+            // header); the FIFO keeps it mapped.
             let slot = unsafe { std::slice::from_raw_parts_mut(self.fifo.slot(position, bytes), bytes) };
-            self.here += socket.read(&mut slot[have..])?;
+            self.arrived += self.stream.read(&mut slot[have..])?;
         }
-        if self.here == STEP_BYTES + bytes {
-            let step = self.step();
-            events::carried(op, socket.carrier(step), State::STOP, bytes);
-            self.is_read = false;
+        if self.arrived == STEP_BYTES + bytes {
+            let step = self.next_step();
+            events::carried(op, self.stream.carrier(step), State::STOP, bytes);
+            self.is_recorded = false;
             events::step(op, step, State::STEP_RECV_FLUSH_WAIT, bytes);
             // CPU memory needs no flush: the release of the flag orders the bytes before it.
             events::step(op, step, State::STEP_RECV_GPU_WAIT, bytes);
@@ -388,26 +393,47 @@ impl Receiver {
             self.sizes.push_back(bytes);
             self.received += 1;
             self.transferred += bytes as u64;
-            self.here = 0;
+            self.arrived = 0;
         }
         Ok(())
     }
 
-    fn check_header(&self, op: &ProxyOp) -> Result<StepHeader, String> {
-        let header = StepHeader::parse(&self.header).ok_or("the peer sent something that is no step")?;
-        header.check(op, (self.ops, self.step()), self.fifo.slot_bytes())?;
+    fn check_header(&self, op: &ProxyOp) -> Result<StepHeader, ConnectionError> {
+        let header = StepHeader::parse(&self.header)
+            .ok_or_else(|| ConnectionError::protocol("the peer sent something that is no step"))?;
+        header.check(op, (self.ops, self.next_step()), self.fifo.slot_bytes())?;
         Ok(header)
     }
 
-    pub(crate) fn needs(&self) -> Needs {
-        let mut needs = Needs::default();
+    fn waits(&self) -> Waits {
+        let mut waits = Waits::default();
         if self.received < self.granted && !self.differs {
-            needs.events |= libc::POLLIN;
+            waits.events |= libc::POLLIN;
         }
         if self.credit_written < CREDIT_BYTES {
-            needs.events |= libc::POLLOUT;
+            waits.events |= libc::POLLOUT;
         }
-        needs.device = self.consumed < self.received;
-        needs
+        waits.device = self.consumed < self.received;
+        waits
+    }
+}
+
+impl Connection for Receiver {
+    fn progress(&mut self, op: &ProxyOp) -> Result<Progress, ConnectionError> {
+        let moved = self.advance(op)?;
+        let waits = self.waits();
+        Ok(Progress { moved, waits })
+    }
+
+    fn step(&self) -> u32 {
+        self.next_step()
+    }
+
+    fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    fn stream_mut(&mut self) -> &mut Stream {
+        &mut self.stream
     }
 }

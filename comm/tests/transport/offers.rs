@@ -11,7 +11,7 @@ use std::{
 
 use ringsight_comm::{
     proxy::ProxyAddress,
-    transport::{NET_SOCKET, NET_VERBS, verbs::Rdma},
+    transport::{NET_SOCKET, NET_VERBS, rdma::Rdma},
 };
 use ringsight_verbs::{
     config::{Config, Filter},

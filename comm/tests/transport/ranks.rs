@@ -8,9 +8,8 @@ use std::{
 
 use ringsight_comm::{
     bootstrap::{self, Bootstrap, UniqueId},
-    proxy::{ConnectionId, Proxy, ProxyConfig, ProxyOp},
+    proxy::{ConnectionId, Connector, Proxy, ProxyConfig, ProxyOp},
     topology::{RankInfo, Topology},
-    transport::Connector,
 };
 use ringsight_kernels::{AbortWord, Fifo};
 

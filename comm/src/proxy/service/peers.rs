@@ -1,61 +1,59 @@
-//! The TCP side of the service: connections to other proxies that are being made, and those that others make to this one.
+//! TCP streams of the service: those that it makes to other proxies, and those that other proxies make.
 
 use std::{
     io::{self, Read, Write},
     net::{SocketAddr, TcpStream},
 };
 
+use ringsight_comm_base::fork::ParentOnly;
+
 use super::{
     Service, Stage,
     rdma::{ONLY_RDMA, answer_missing},
 };
 use crate::{
-    bootstrap::fork::ParentOnly,
-    proxy::{
-        ConnectionId, ProxyConfig,
-        machine::Link,
-        message::{Endpoint, Reply, Transport},
-        progress::Command,
-    },
+    op::{ConnectionId, Endpoint, Transport},
+    proxy::{ProxyConfig, message::Reply, progress::Command},
     transport::{
-        socket::{HELLO_BYTES, Hello, VERDICT_BYTES, Verdict},
-        verbs::{Connected, Prepared},
+        network::Link,
+        verbs::{ConnectedEnd, PreparedEnd},
+        wire::{HELLO_BYTES, HELLO_REPLY_BYTES, Hello, HelloReply},
     },
 };
 
-/// A connection to another proxy that is being made.
+/// A stream to another proxy that is being made.
 pub(super) struct Outgoing {
     pub(super) connection: u32,
-    /// Who asked: client and request.
+    /// The client and the request.
     pub(super) asked: (u64, u64),
     pub(super) address: SocketAddr,
     pub(super) stream: ParentOnly<TcpStream>,
-    /// The hello is on its way.
+    /// The hello is sent.
     pub(super) greeted: bool,
-    /// What the peer has answered so far.
+    /// The peer's answer so far.
     pub(super) answer: Vec<u8>,
-    /// This end of RDMA, where it is offered.
-    pub(super) prepared: Option<Prepared>,
+    /// This end over RDMA, if that is offered.
+    pub(super) prepared: Option<PreparedEnd>,
 }
 
-/// What the peer has answered.
+/// The peer's answer.
 enum Answer {
-    /// Not all yet.
-    NotYet,
-    /// The connection stands, over this.
-    Stands(Option<Connected>),
+    /// It has not arrived whole.
+    Pending,
+    /// The connection is made, over RDMA if there is an end.
+    Made(Option<ConnectedEnd>),
 }
 
 impl Service {
-    /// Moves the connections that are being made.
+    /// Advances the streams that are being made.
     pub(super) fn advance_outgoing(&mut self, ready: &[bool]) {
         let mut ready = ready.iter();
         for mut outgoing in std::mem::take(&mut self.outgoing) {
-            // One that was added since the poll is at the end, and not ready.
+            // A stream that was added since the poll is at the end, and not ready.
             let outcome = if *ready.next().unwrap_or(&false) {
                 self.advance(&mut outgoing)
             } else {
-                Ok(Answer::NotYet)
+                Ok(Answer::Pending)
             };
             let Outgoing {
                 connection: id,
@@ -68,24 +66,24 @@ impl Service {
                 continue;
             };
             let response = match outcome {
-                Ok(Answer::NotYet) => {
+                Ok(Answer::Pending) => {
                     self.outgoing.push(Outgoing { stream, ..outgoing });
                     continue;
                 }
-                Ok(Answer::Stands(rdma)) => {
+                Ok(Answer::Made(rdma)) => {
                     connection.stage = Stage::Connected;
                     if let Some(slots) = rdma.as_ref().and_then(|connected| connected.direct.as_ref())
                         && let Some(fifo) = &connection.fifo
                     {
-                        // Before the rank hears of it, and launches a kernel that fills them.
+                        // Before the rank gets the reply and launches a kernel that fills the slots.
                         fifo.set_slots_address(slots.address());
                     }
                     connection.rdma = rdma.as_ref().map(|connected| connected.port);
                     let reply = Reply::Connect {
                         rdma: connection.rdma,
                     };
-                    let link = Box::new(Link { stream, rdma });
-                    self.progress.tell(Command::Attach(ConnectionId(id), link));
+                    let link = Box::new(Link { tcp: stream, rdma });
+                    self.progress.send(Command::Attach(ConnectionId(id), link));
                     Ok(reply)
                 }
                 Err(text) => {
@@ -101,10 +99,10 @@ impl Service {
         }
     }
 
-    /// Greets once connected, then reads the answer.
+    /// Sends the hello once connected, then reads the answer.
     fn advance(&self, outgoing: &mut Outgoing) -> Result<Answer, String> {
         let Some(connection) = self.connections.get(&outgoing.connection) else {
-            return Ok(Answer::NotYet);
+            return Ok(Answer::Pending);
         };
         let Endpoint {
             comm,
@@ -138,10 +136,10 @@ impl Service {
             if let Some(prepared) = &outgoing.prepared {
                 bytes.extend(prepared.offer.encode());
             }
-            // A new socket takes this little whole.
+            // A new stream accepts so few bytes at once.
             (&*outgoing.stream).write_all(&bytes).map_err(gone)?;
             outgoing.greeted = true;
-            return Ok(Answer::NotYet);
+            return Ok(Answer::Pending);
         }
         loop {
             let wanted = answer_missing(&outgoing.answer)?;
@@ -157,41 +155,41 @@ impl Service {
                 }
                 Ok(read) => outgoing.answer.extend_from_slice(&piece[..read]),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(Answer::NotYet),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(Answer::Pending),
                 Err(error) => return Err(gone(error)),
             }
         }
-        let (verdict, rest) = outgoing
+        let (reply, rest) = outgoing
             .answer
-            .split_first_chunk::<VERDICT_BYTES>()
-            .and_then(|(verdict, rest)| Some((Verdict::parse(verdict)?, rest)))
+            .split_first_chunk::<HELLO_REPLY_BYTES>()
+            .and_then(|(reply, rest)| Some((HelloReply::parse(reply)?, rest)))
             .ok_or("it answers rubbish")?;
-        match verdict {
-            Verdict::Welcome if self.is_rdma_required() => Err(format!("it has no RDMA, and {ONLY_RDMA}")),
-            Verdict::Welcome => Ok(Answer::Stands(None)),
-            Verdict::Rdma => {
+        match reply {
+            HelloReply::Welcome if self.is_rdma_required() => Err(format!("it has no RDMA, and {ONLY_RDMA}")),
+            HelloReply::Welcome => Ok(Answer::Made(None)),
+            HelloReply::Rdma => {
                 let prepared = outgoing
                     .prepared
                     .take()
                     .ok_or("it answers what was not offered")?;
                 self.confirm((peer, channel), &outgoing.stream, prepared, rest)
-                    .map(Answer::Stands)
+                    .map(Answer::Made)
             }
-            Verdict::Sockets(_) => {
+            HelloReply::Sockets(_) => {
                 let why = String::from_utf8_lossy(rest);
-                self.over_sockets(peer, channel, &why)?;
-                Ok(Answer::Stands(None))
+                self.fall_back(peer, channel, &why)?;
+                Ok(Answer::Made(None))
             }
-            Verdict::OtherSlots(bytes) => Err(format!(
+            HelloReply::OtherSlots(bytes) => Err(format!(
                 "its slots have {bytes} bytes, ours {}: NCCL_BUFFSIZE differs between ranks",
                 self.config.slot_bytes
             )),
-            Verdict::Taken => Err(format!("channel {channel} from this rank is connected already")),
-            Verdict::Impossible => Err("it cannot make its end of the connection".into()),
+            HelloReply::Taken => Err(format!("channel {channel} from this rank is connected already")),
+            HelloReply::Impossible => Err("it cannot make its end of the connection".into()),
         }
     }
 
-    /// Another proxy wants to send to us: makes our end, whether our rank has asked for it yet or not.
+    /// Answers the hello of a sender's proxy: makes this end, whether this rank has asked for it or not.
     pub(super) fn welcome(&mut self, stream: ParentOnly<TcpStream>, bytes: Vec<u8>) {
         let Some((hello, offer)) = bytes
             .split_at_checked(HELLO_BYTES)
@@ -209,9 +207,9 @@ impl Service {
         });
         let (answer, made) = match accepted {
             Ok((id, answer, rdma)) => (answer, Some((id, rdma))),
-            Err(verdict) => (verdict.encode().to_vec(), None),
+            Err(reply) => (reply.encode().to_vec(), None),
         };
-        // A new socket takes this little whole.
+        // A new stream accepts so few bytes at once.
         if (&*stream).write_all(&answer).is_err() {
             return;
         }
@@ -219,18 +217,18 @@ impl Service {
             && let Some(connection) = self.connections.get_mut(&id)
         {
             connection.attached = true;
-            let link = Box::new(Link { stream, rdma });
-            self.progress.tell(Command::Attach(ConnectionId(id), link));
+            let link = Box::new(Link { tcp: stream, rdma });
+            self.progress.send(Command::Attach(ConnectionId(id), link));
         }
     }
 
-    fn receiver_for(&mut self, hello: &Hello) -> Result<u32, Verdict> {
+    fn receiver_for(&mut self, hello: &Hello) -> Result<u32, HelloReply> {
         let (own, slot_bytes) = (self.config.rank, self.config.slot_bytes as u32);
         if hello.to != own {
-            return Err(Verdict::Impossible);
+            return Err(HelloReply::Impossible);
         }
         if hello.slot_bytes != slot_bytes {
-            return Err(Verdict::OtherSlots(slot_bytes));
+            return Err(HelloReply::OtherSlots(slot_bytes));
         }
         let transport = Transport::NetSocket;
         let endpoint = Endpoint {
@@ -241,11 +239,11 @@ impl Service {
             is_send: false,
             transport,
         };
-        let id = self.init(own, endpoint).map_err(|_| Verdict::Impossible)?;
+        let id = self.init(own, endpoint).map_err(|_| HelloReply::Impossible)?;
         if self.connections[&id].attached {
-            return Err(Verdict::Taken);
+            return Err(HelloReply::Taken);
         }
         let made = self.shared_init(id, slot_bytes).and_then(|()| self.set_up(id));
-        made.map(|_| id).map_err(|_| Verdict::Impossible)
+        made.map(|_| id).map_err(|_| HelloReply::Impossible)
     }
 }

@@ -1,6 +1,8 @@
-//! RDMA beside the connections between proxies: what is offered, accepted and confirmed over their sockets.
+//! Offering, accepting and confirming RDMA over the streams between proxies.
 
 use std::{io::Write, net::TcpStream, sync::Arc};
+
+use ringsight_comm_base::log;
 
 use ringsight_verbs::{
     choice,
@@ -9,68 +11,67 @@ use ringsight_verbs::{
 
 use super::Service;
 use crate::{
-    log,
-    proxy::message::Endpoint,
+    op::Endpoint,
     transport::{
-        direct::Slots,
-        socket::{Hello, MOST_REASON, VERDICT_BYTES, Verdict},
-        verbs::{self, Connected, Prepared},
+        gpu_direct::Slots,
+        verbs::{self, ConnectedEnd, PreparedEnd},
+        wire::{HELLO_REPLY_BYTES, Hello, HelloReply, MAX_REASON},
     },
 };
 
-/// Why sockets will not do.
+/// Why a connection must not use a socket.
 pub(super) const ONLY_RDMA: &str = "NCCL_NET=IB (or config.netName) allows nothing else";
 
-/// How many bytes of the answer to a hello are still missing.
+/// How many bytes of the answer to a hello are missing.
 pub(super) fn answer_missing(answer: &[u8]) -> Result<usize, String> {
-    let Some(verdict) = answer.first_chunk::<VERDICT_BYTES>() else {
-        return Ok(VERDICT_BYTES - answer.len());
+    let Some(reply) = answer.first_chunk::<HELLO_REPLY_BYTES>() else {
+        return Ok(HELLO_REPLY_BYTES - answer.len());
     };
-    let more = match Verdict::parse(verdict).ok_or("it answers rubbish")? {
-        Verdict::Rdma => OFFER_BYTES,
-        Verdict::Sockets(bytes) => bytes as usize,
-        Verdict::Welcome | Verdict::OtherSlots(_) | Verdict::Taken | Verdict::Impossible => 0,
+    let more = match HelloReply::parse(reply).ok_or("it answers rubbish")? {
+        HelloReply::Rdma => OFFER_BYTES,
+        HelloReply::Sockets(bytes) => bytes as usize,
+        HelloReply::Welcome | HelloReply::OtherSlots(_) | HelloReply::Taken | HelloReply::Impossible => 0,
     };
-    Ok(VERDICT_BYTES + more - answer.len())
+    Ok(HELLO_REPLY_BYTES + more - answer.len())
 }
 
-/// The verdict for sockets, with the reason behind it.
+/// The reply that chooses the socket, followed by the reason.
 fn sockets(why: &str) -> Vec<u8> {
-    let why = &why[..why.floor_char_boundary(MOST_REASON as usize)];
-    let mut bytes = Verdict::Sockets(why.len() as u32).encode().to_vec();
+    let why = &why[..why.floor_char_boundary(MAX_REASON as usize)];
+    let mut bytes = HelloReply::Sockets(why.len() as u32).encode().to_vec();
     bytes.extend_from_slice(why.as_bytes());
     bytes
 }
 
 impl Service {
-    /// Whether it is known what connections go over.
+    /// Whether the ports of network connections are known.
     pub(super) fn knows_ports(&self) -> bool {
         self.config.rdma.is_none() || self.ports.get().is_some()
     }
 
-    /// The port that a channel's connections use.
+    /// Index of the port for the connections of a channel.
     pub(super) fn port(&self, channel: u8) -> Option<usize> {
         let ports = &self.ports.get()?.by_channel;
         (!ports.is_empty()).then(|| ports[usize::from(channel) % ports.len()])
     }
 
-    /// Slots in the memory of the GPU for connection `id`, where that may go over RDMA and there are any.
+    /// Takes slots in the memory of the GPU for connection `id`, if it may use RDMA and there are any left.
     pub(super) fn direct_slots(&self, id: u32, endpoint: &Endpoint) -> Option<Arc<Slots>> {
         let pool = self.ports.get()?.direct.as_ref()?;
         pool.take(id, self.port(endpoint.channel)?, endpoint.is_send)
     }
 
-    /// Whether connections must not go over sockets.
+    /// Whether connections must use RDMA.
     pub(super) fn is_rdma_required(&self) -> bool {
         self.config.rdma.as_ref().is_some_and(|rdma| rdma.required)
     }
 
-    /// Makes this end of connection `id`, which is set up, as far as it can be made alone: a receiver's for the port of the sender that has
-    /// the number `theirs`. `None`: it goes over a socket.
+    /// Makes this end of connection `id`, which is set up, over RDMA. `theirs`: for a receiver, the index of the sender's port. `None`: the
+    /// connection uses a socket.
     ///
     /// # Errors
-    /// When it may not.
-    pub(super) fn prepare(&self, id: u32, theirs: Option<u8>) -> Result<Option<Prepared>, String> {
+    /// RDMA cannot be used, and is required.
+    pub(super) fn prepare(&self, id: u32, theirs: Option<u8>) -> Result<Option<PreparedEnd>, String> {
         let connection = self.connections.get(&id);
         let (Some(rdma), Some((connection, fifo))) = (
             &self.config.rdma,
@@ -87,20 +88,20 @@ impl Service {
                     choice::facing(&all, (&ports.by_channel, own), theirs.into(), cross)
                 });
                 let memory = (fifo, connection.direct.as_ref());
-                verbs::prepare(rdma, port, memory, !endpoint.is_send)
+                verbs::prepare(rdma, port, memory, !endpoint.is_send).map_err(|error| error.to_string())
             }
         };
         prepared.map(Some).or_else(|why| {
-            self.over_sockets(endpoint.peer, endpoint.channel, &why)?;
+            self.fall_back(endpoint.peer, endpoint.channel, &why)?;
             Ok(None)
         })
     }
 
-    /// Says that a connection goes over a socket though there is RDMA.
+    /// Logs that a connection uses a socket although the process has RDMA.
     ///
     /// # Errors
-    /// When it may not.
-    pub(super) fn over_sockets(&self, peer: u32, channel: u8, why: &str) -> Result<(), String> {
+    /// RDMA is required.
+    pub(super) fn fall_back(&self, peer: u32, channel: u8, why: &str) -> Result<(), String> {
         if self.is_rdma_required() {
             return Err(format!("no RDMA: {why}; {ONLY_RDMA}"));
         }
@@ -112,34 +113,26 @@ impl Service {
         Ok(())
     }
 
-    /// The answer to a hello whose receiver is connection `id`, and our end if it goes over RDMA.
+    /// The answer to a hello whose receiver is connection `id`, and this end if it uses RDMA.
     pub(super) fn answer_offer(
         &self,
         id: u32,
         hello: &Hello,
         offer: &[u8],
-    ) -> Result<(Vec<u8>, Option<Connected>), Verdict> {
+    ) -> Result<(Vec<u8>, Option<ConnectedEnd>), HelloReply> {
         if !hello.rdma {
             if self.config.rdma.is_some() {
-                self.over_sockets(hello.from, hello.channel, "it offers none")
+                self.fall_back(hello.from, hello.channel, "it offers none")
                     .map_err(|why| {
                         tracing::warn!(target: log::NET, "NET/IB : rank {} is refused: {why}", hello.from);
-                        Verdict::Impossible
+                        HelloReply::Impossible
                     })?;
             }
-            return Ok((Verdict::Welcome.encode().to_vec(), None));
+            return Ok((HelloReply::Welcome.encode().to_vec(), None));
         }
-        let connected = Offer::parse(offer)
-            .map_err(|error| error.to_string())
-            .and_then(|theirs| {
-                let prepared = self
-                    .prepare(id, Some(theirs.number))?
-                    .ok_or("the receiver has no RDMA")?;
-                prepared.accept(&theirs)
-            });
-        match connected {
+        match self.accept(id, offer) {
             Ok((connected, mine)) => {
-                let mut bytes = Verdict::Rdma.encode().to_vec();
+                let mut bytes = HelloReply::Rdma.encode().to_vec();
                 bytes.extend(mine.encode());
                 Ok((bytes, Some(connected)))
             }
@@ -154,23 +147,34 @@ impl Service {
         }
     }
 
-    /// Connects our end to the offer that the receiver has answered with, and tells it.
+    /// Makes the receiver's end for a sender's offer. Returns it with its own offer.
+    fn accept(&self, id: u32, offer: &[u8]) -> Result<(ConnectedEnd, Offer), String> {
+        let theirs = Offer::parse(offer).map_err(|error| error.to_string())?;
+        let prepared = self
+            .prepare(id, Some(theirs.number))?
+            .ok_or("the receiver has no RDMA")?;
+        prepared.accept(&theirs).map_err(|error| error.to_string())
+    }
+
+    /// Connects the sender's end to the receiver's offer, and tells the receiver whether that succeeded.
     pub(super) fn confirm(
         &self,
         (peer, channel): (u32, u8),
         mut stream: &TcpStream,
-        prepared: Prepared,
+        prepared: PreparedEnd,
         offer: &[u8],
-    ) -> Result<Option<Connected>, String> {
+    ) -> Result<Option<ConnectedEnd>, String> {
         let gone = |error| format!("{error}: its process is gone or cannot be reached");
         let theirs = Offer::parse(offer).map_err(|error| error.to_string());
-        match theirs.and_then(|theirs| prepared.connect(&theirs)) {
+        let connected =
+            theirs.and_then(|theirs| prepared.connect(&theirs).map_err(|error| error.to_string()));
+        match connected {
             Ok(connected) => {
-                stream.write_all(&Verdict::Rdma.encode()).map_err(gone)?;
+                stream.write_all(&HelloReply::Rdma.encode()).map_err(gone)?;
                 Ok(Some(connected))
             }
             Err(why) => {
-                self.over_sockets(peer, channel, &why)?;
+                self.fall_back(peer, channel, &why)?;
                 stream.write_all(&sockets(&why)).map_err(gone)?;
                 Ok(None)
             }

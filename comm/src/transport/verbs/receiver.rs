@@ -1,7 +1,11 @@
-//! The receiving end: the FIFO's producer.
+//! The receiving end over RDMA: the producer of the FIFO.
+//!
+//! A receiver begins unconfirmed ([`UnconfirmedReceiver`]): it is connected, and its sender has not said whether it is, too. The sender's
+//! word makes it a [`Receiver`], or a receiver over the socket.
 
-use std::{collections::VecDeque, sync::Arc};
+use std::{collections::VecDeque, os::fd::RawFd, sync::Arc, time::Duration};
 
+use ringsight_comm_base::{log, sys};
 use ringsight_kernels::{
     Fifo,
     fifo::{INLINE_BYTES, SLOTS},
@@ -12,50 +16,54 @@ use ringsight_verbs::{
     queue::Qp,
 };
 
-use super::{
-    Connected,
-    line::{Line, Stop},
-    paths::Paths,
-};
+use super::{end::VerbsEnd, path_reports::PathReports, setup::ConnectedEnd};
 use crate::{
-    proxy::{ProxyOp, events, stalls::Stall},
+    op::ProxyOp,
     transport::{
-        direct::Slots,
-        socket::{MOST_REASON, Needs, STEP_BYTES, Socket, StepHeader, Turn, VERDICT_BYTES, Verdict},
+        connection::{Connection, Moved, Progress, Waits},
+        error::ConnectionError,
+        events,
+        gpu_direct::Slots,
+        socket,
+        stall::Stall,
+        stream::Stream,
+        wire::{HELLO_REPLY_BYTES, HelloReply, MAX_REASON, STEP_BYTES, StepHeader},
     },
 };
 
 /// The receiving end.
 pub(crate) struct Receiver {
     fifo: Arc<Fifo>,
-    /// Its slots, where they are in the memory of the GPU.
+    /// Its slots, if they are in the memory of the GPU.
     direct: Option<Arc<Slots>>,
-    pub(crate) line: Line<Receiving>,
-    /// Operations before the present one.
+    common: VerbsEnd<Receiving>,
+    /// The rank at the other end, as the proxies count ranks.
+    peer: u32,
+    /// Operations completed since the connection began.
     ops: u32,
-    /// Steps granted, received and consumed by the device since the connection began; in this order, at most [`SLOTS`] apart.
+    /// Steps granted, received, and consumed by the device, since the connection began.
     granted: u64,
     received: u64,
     consumed: u64,
-    /// All of them at the beginning of the operation.
+    /// `granted`, `received` and `consumed` at the beginning of the operation.
     base: u64,
     /// Bytes of the steps that the device has not consumed yet.
     sizes: VecDeque<usize>,
-    /// The sender's rank does something else than ours: the slot that tells our kernel is posted, and nothing that follows could be
-    /// understood.
+    /// The sender's rank has made another call. The slot that tells the kernel so is posted; later steps have no meaning.
     differs: bool,
     transferred: u64,
 }
 
 impl Receiver {
-    fn new(fifo: Arc<Fifo>, connected: Connected) -> Self {
-        let paths = Paths::new(&connected, false);
+    fn new(fifo: Arc<Fifo>, connected: ConnectedEnd, stream: Stream, peer: u32) -> Self {
+        let reports = PathReports::new(&connected, false);
         let direct = connected.direct.clone();
         let end = endpoint::Receiver::new(connected.paths, connected.control, connected.failover);
         Self {
-            line: Line::new(end, paths),
+            common: VerbsEnd::new(end, reports, stream),
             fifo,
             direct,
+            peer,
             ops: 0,
             granted: 0,
             received: 0,
@@ -67,39 +75,25 @@ impl Receiver {
         }
     }
 
-    /// The step that it is at, for messages.
-    pub(crate) fn step(&self) -> u32 {
+    /// The step of the operation that is received next.
+    fn next_step(&self) -> u32 {
         (self.received - self.base) as u32
     }
 
     /// Moves `op` on as far as it goes now.
-    pub(crate) fn turn(&mut self, op: &ProxyOp, socket: &mut Socket) -> Result<Turn, String> {
-        self.line.begin(op, socket);
-        match self.move_on(op) {
-            Ok(turn) => {
-                self.speak(socket, op.peer);
-                Ok(turn)
-            }
-            Err(stop) => {
-                self.note(op.peer);
-                Err(self.line.failed(stop, socket))
-            }
-        }
-    }
-
-    fn move_on(&mut self, op: &ProxyOp) -> Result<Turn, Stop> {
+    fn advance(&mut self, op: &ProxyOp) -> Result<Moved, ConnectionError> {
         let end = self.base + u64::from(op.steps);
         let mut moved = false;
         loop {
             let before = (self.consumed, self.granted, self.received);
-            // First: a grant looks at the times, too, and who was away for long takes what has ended before it finds one over. The credits
-            // go out with the next poll.
-            let polled = self.line.end.poll();
-            // Before what has arrived is taken: by then it is known what it came over.
-            self.note(op.peer);
+            // Before the grant, which also checks deadlines: a thread that was away for long must see completions before time-outs. The
+            // next poll posts the credits.
+            let polled = self.common.end.poll();
+            // Before arrivals are taken, so that the path that they came over is known.
+            self.record_reports(op.peer);
             self.consume(op);
             self.grant(op, end)?;
-            // What has been received needs no peer and no path.
+            // Steps that have been received need neither peer nor path.
             if self.received < end && !self.differs {
                 polled?;
                 self.receive(op)?;
@@ -107,56 +101,26 @@ impl Receiver {
             if self.consumed == end {
                 self.base = end;
                 self.ops = self.ops.wrapping_add(1);
-                self.line.rest();
-                return Ok(Turn::Done(std::mem::take(&mut self.transferred)));
+                self.common.finish_op();
+                return Ok(Moved::Completed(std::mem::take(&mut self.transferred)));
             }
             if before == (self.consumed, self.granted, self.received) {
                 break;
             }
             moved = true;
         }
-        self.line.turned(moved, self.received < end)
+        self.common.moved(moved, self.received < end)
     }
 
-    /// Where it waits for the network, and since when, if it has for long: for the peer to have its credits, or for a path. That no step
-    /// comes is the peer's to explain.
-    pub(crate) fn stall(&mut self) -> Option<(u64, Stall)> {
-        let waits = self.received < self.granted && !self.line.end.is_settled();
-        self.line.stall(waits, self.received.wrapping_add(self.granted))
+    /// Logs and records the end's reports.
+    fn record_reports(&mut self, peer: u32) {
+        // Only the sender knows which steps are replayed.
+        self.common.record_reports(peer, |_| 0);
     }
 
-    /// Says what is to be said beside RDMA.
-    fn speak(&mut self, socket: &mut Socket, peer: u32) {
-        self.note(peer);
-        self.line.speak(socket);
-    }
-
-    /// Tells what has happened.
-    fn note(&mut self, peer: u32) {
-        // What is sent again the sender knows.
-        self.line.note(peer, |_| 0);
-    }
-
-    /// What there is to do without an operation: a peer may need this end's help. Whether there may be more later.
-    pub(crate) fn tend(&mut self, socket: &mut Socket, peer: u32) -> bool {
-        self.line.listen(socket);
-        let works = self.line.end.poll().is_ok();
-        self.speak(socket, peer);
-        works && self.line.has_peer()
-    }
-
-    /// Before its socket is closed in good order: a sender whose acknowledgements were lost has nobody to ask any more, so it is told what
-    /// is here, if that is all that it was to send.
-    pub(crate) fn leave(&mut self, socket: &mut Socket) {
-        let is_used = self.fifo.released() >= self.received && !self.differs;
-        if is_used && let Some(word) = self.line.end.goodbye() {
-            self.line.say_last(socket, word);
-        }
-    }
-
-    /// Ends the steps that the device is done with.
+    /// Ends the steps that the device has consumed.
     fn consume(&mut self, op: &ProxyOp) {
-        // What the device released cannot be more than what we posted, whatever its memory says.
+        // The device cannot have released more than was posted, whatever its memory says.
         let released = self.fifo.released().min(self.received);
         while self.consumed < released {
             let bytes = self.sizes.pop_front().unwrap_or(0);
@@ -175,36 +139,36 @@ impl Receiver {
             self.granted += 1;
         }
         if self.granted > before {
-            self.line.end.grant(self.granted)?;
+            self.common.end.grant(self.granted)?;
         }
         Ok(())
     }
 
-    /// Gives the device what is here.
-    fn receive(&mut self, op: &ProxyOp) -> Result<(), Stop> {
-        // All that is taken below was there when the completions were last polled: one flush is for all of it.
+    /// Posts the steps that have arrived to the device.
+    fn receive(&mut self, op: &ProxyOp) -> Result<(), ConnectionError> {
+        // Everything that is taken below had arrived at the last poll: one flush covers all of it.
         let mut unflushed = self.direct.clone();
         while !self.differs
-            && let Some(arrived) = self.line.end.take()?
+            && let Some(arrived) = self.common.end.take()?
         {
-            let step = self.step();
+            let step = self.next_step();
             let (header, own) = arrived
                 .notice()
                 .split_first_chunk::<STEP_BYTES>()
                 .and_then(|(header, own)| Some((StepHeader::parse(header)?, own)))
-                .ok_or_else(|| "the peer sent something that is no step".to_owned())?;
+                .ok_or_else(|| ConnectionError::protocol("the peer sent something that is no step"))?;
             header.check(op, (self.ops, step), self.fifo.slot_bytes())?;
             let bytes = header.bytes as usize;
             if self.fifo.free() != Some(arrived.position) {
                 let text = "a granted slot is not free: the device released slots twice";
-                return Err(text.to_owned().into());
+                return Err(ConnectionError::protocol(text));
             }
             if bytes <= INLINE_BYTES {
                 if own.len() != bytes {
                     let text = format!("the peer sent {} bytes with a step of {bytes}", own.len());
-                    return Err(text.into());
+                    return Err(ConnectionError::Protocol(text));
                 }
-                // SAFETY: the slot is free, so the device does not touch it before it is posted, and has room for this many; the FIFO
+                // SAFETY: the slot is free, so the device does not touch it before it is posted, and it has room for these bytes; the FIFO
                 // keeps it mapped.
                 unsafe {
                     self.fifo
@@ -212,9 +176,9 @@ impl Receiver {
                         .copy_from(own.as_ptr(), bytes);
                 };
             }
-            self.tell_carried(op, arrived.position, bytes);
+            self.record_carried(op, arrived.position, bytes);
             events::step(op, step, State::STEP_RECV_FLUSH_WAIT, bytes);
-            // CPU memory needs no flush: the completion was read after the bytes were there, and the release of the flag orders both.
+            // CPU memory needs no flush: the completion was read after the bytes arrived, and the release of the flag orders both.
             if bytes > INLINE_BYTES
                 && let Some(slots) = unflushed.take()
             {
@@ -230,96 +194,290 @@ impl Receiver {
         Ok(())
     }
 
-    /// Tells what has carried the step at a position. There is no request for it at this end, so only its arrival is told of.
-    fn tell_carried(&self, op: &ProxyOp, position: u64, bytes: usize) {
-        let path = self.line.paths.came_over(position);
+    /// Records the carrier of the step at a position. This end has no request for it, so only the arrival is recorded.
+    fn record_carried(&self, op: &ProxyOp, position: u64, bytes: usize) {
+        let path = self.common.reports.arrival_path(position);
         let queue_pair = self
-            .line
+            .common
             .end
             .paths()
             .get(path)
             .and_then(|path| path.qps().get(path.lead(position)));
         let carrier = Carrier {
-            port: Some(self.line.paths.port_of(path)),
+            port: Some(self.common.reports.port_of(path)),
             number: queue_pair.map_or(0, Qp::number),
             step: (position - self.base) as u32,
         };
-        let is_backup = self.line.paths.is_backup(path);
+        let is_backup = self.common.reports.is_backup(path);
         events::carried_over(op, carrier, is_backup, State::STOP, bytes);
     }
 
-    pub(crate) fn needs(&self) -> Needs {
-        Needs {
-            events: self.line.events(),
+    fn waits(&self) -> Waits {
+        Waits {
+            events: self.common.events(),
             device: self.consumed < self.received,
         }
     }
 }
 
-/// A receiving end that its sender has not confirmed.
-pub(crate) struct Unconfirmed {
-    receiver: Receiver,
-    answer: Vec<u8>,
+impl Connection for Receiver {
+    fn progress(&mut self, op: &ProxyOp) -> Result<Progress, ConnectionError> {
+        self.common.begin(op);
+        let result = self.advance(op);
+        self.record_reports(op.peer);
+        match result {
+            Ok(moved) => {
+                self.common.send_messages();
+                let waits = self.waits();
+                Ok(Progress { moved, waits })
+            }
+            Err(error) => {
+                self.common.fail(&error);
+                Err(error)
+            }
+        }
+    }
+
+    fn step(&self) -> u32 {
+        self.next_step()
+    }
+
+    fn stream(&self) -> &Stream {
+        &self.common.stream
+    }
+
+    fn stream_mut(&mut self) -> &mut Stream {
+        &mut self.common.stream
+    }
+
+    fn serves_idle(&self) -> bool {
+        true
+    }
+
+    fn serve_idle(&mut self) -> Option<Waits> {
+        self.common.receive_messages();
+        let works = self.common.end.poll().is_ok();
+        self.record_reports(self.peer);
+        self.common.send_messages();
+        (works && self.common.has_peer()).then(|| self.waits())
+    }
+
+    /// It waits for the peer to acknowledge credits, or for a path. That no step comes is for the sender to explain.
+    fn stall(&mut self) -> Option<(u64, Stall)> {
+        let waits = self.received < self.granted && !self.common.end.is_settled();
+        self.common.stall(waits, self.received.wrapping_add(self.granted))
+    }
+
+    fn arm(&self) {
+        self.common.arm();
+    }
+
+    fn descriptors(&self) -> Vec<RawFd> {
+        self.common.descriptors()
+    }
+
+    fn max_wait(&self) -> Option<Duration> {
+        self.common.max_wait()
+    }
+
+    /// A sender whose acknowledgements were lost has no peer to ask any more. It is told what has arrived, if that is everything that it
+    /// was to send.
+    fn close(&mut self) {
+        let is_used = self.fifo.released() >= self.received && !self.differs;
+        if is_used && let Some(message) = self.common.end.goodbye() {
+            self.common.send_last(message);
+        }
+    }
 }
 
-/// What the sender said.
-pub(crate) enum Confirmed {
-    /// Nothing yet.
-    NotYet,
+/// A receiving end until its sender says over which way it sends.
+pub(crate) struct UnconfirmedReceiver {
+    state: Confirmation,
+    channel: u8,
+}
+
+enum Confirmation {
+    /// The sender's answer has not arrived whole; its bytes so far.
+    Pending(Box<Receiver>, Vec<u8>),
+    /// The sender has answered.
+    Confirmed(Box<dyn Connection>),
+    /// Between the two; never seen by a call.
+    Changing,
+}
+
+/// The sender's answer.
+enum Answer {
     /// It is connected.
     Rdma,
-    /// It cannot, and sends over the socket; why.
-    Sockets(String),
+    /// It cannot use RDMA, and sends over the socket; why.
+    Socket(String),
 }
 
-impl Unconfirmed {
-    pub(crate) fn new(fifo: Arc<Fifo>, connected: Connected) -> Self {
+impl UnconfirmedReceiver {
+    pub(crate) fn new(
+        fifo: Arc<Fifo>,
+        connected: ConnectedEnd,
+        stream: Stream,
+        (peer, channel): (u32, u8),
+    ) -> Self {
+        let receiver = Receiver::new(fifo, connected, stream, peer);
         Self {
-            receiver: Receiver::new(fifo, connected),
-            answer: Vec::new(),
+            state: Confirmation::Pending(Box::new(receiver), Vec::new()),
+            channel,
         }
     }
 
-    /// As [`Connected::survives`].
-    pub(crate) fn survives(&self) -> bool {
-        self.receiver.line.paths.survives
+    /// Reads the sender's answer, if it has arrived.
+    fn confirm(&mut self, peer: u32) -> Result<(), ConnectionError> {
+        let Confirmation::Pending(receiver, bytes) = &mut self.state else {
+            return Ok(());
+        };
+        let Some(answer) = read_answer(&mut receiver.common.stream, bytes)? else {
+            return Ok(());
+        };
+        let Confirmation::Pending(receiver, _) = std::mem::replace(&mut self.state, Confirmation::Changing)
+        else {
+            return Ok(());
+        };
+        self.state = Confirmation::Confirmed(match answer {
+            Answer::Rdma => {
+                if receiver.common.reports.survives {
+                    // From here on the end detects by itself whether its peer answers.
+                    let _ = sys::bear_silence(&receiver.common.stream.tcp);
+                }
+                if let Some(slots) = &receiver.direct {
+                    // Before the first slot is posted.
+                    receiver.fifo.set_slots_address(slots.address());
+                }
+                receiver
+            }
+            Answer::Socket(why) => {
+                let channel = self.channel;
+                tracing::warn!(
+                    target: log::NET,
+                    "NET/IB : rank {peer} sends over a socket on channel {channel}, not over RDMA: {why}"
+                );
+                let Receiver { fifo, common, .. } = *receiver;
+                Box::new(socket::Receiver::new(fifo, common.stream))
+            }
+        });
+        Ok(())
     }
 
-    /// Reads what the sender says.
-    pub(crate) fn read(&mut self, socket: &mut Socket) -> Result<Confirmed, String> {
-        loop {
-            let verdict = self.answer.first_chunk::<VERDICT_BYTES>().map(Verdict::parse);
-            let text = match verdict {
-                None => 0,
-                Some(Some(Verdict::Rdma)) => return Ok(Confirmed::Rdma),
-                Some(Some(Verdict::Sockets(bytes))) if bytes <= MOST_REASON => bytes as usize,
-                Some(_) => return Err("the peer confirms RDMA with rubbish".into()),
+    fn confirmed(&self) -> Option<&dyn Connection> {
+        match &self.state {
+            Confirmation::Confirmed(connection) => Some(&**connection),
+            Confirmation::Pending(..) | Confirmation::Changing => None,
+        }
+    }
+}
+
+/// Reads the sender's answer; `None` while bytes are missing.
+fn read_answer(stream: &mut Stream, bytes: &mut Vec<u8>) -> Result<Option<Answer>, ConnectionError> {
+    loop {
+        let reply = bytes.first_chunk::<HELLO_REPLY_BYTES>().map(HelloReply::parse);
+        let text = match reply {
+            None => 0,
+            Some(Some(HelloReply::Rdma)) => return Ok(Some(Answer::Rdma)),
+            Some(Some(HelloReply::Sockets(length))) if length <= MAX_REASON => length as usize,
+            Some(_) => return Err(ConnectionError::protocol("the peer confirms RDMA with rubbish")),
+        };
+        let wanted = HELLO_REPLY_BYTES + text - bytes.len();
+        if wanted == 0 {
+            let why = String::from_utf8_lossy(&bytes[HELLO_REPLY_BYTES..]).into_owned();
+            return Ok(Some(Answer::Socket(why)));
+        }
+        let mut piece = [0; 64];
+        let read = stream.read(&mut piece[..wanted.min(64)])?;
+        if read == 0 {
+            return Ok(None);
+        }
+        bytes.extend_from_slice(&piece[..read]);
+    }
+}
+
+/// What an unconfirmed receiver waits for: the sender's answer.
+const ANSWER: Waits = Waits {
+    events: libc::POLLIN,
+    device: false,
+};
+
+impl Connection for UnconfirmedReceiver {
+    fn progress(&mut self, op: &ProxyOp) -> Result<Progress, ConnectionError> {
+        self.confirm(op.peer)?;
+        match &mut self.state {
+            Confirmation::Confirmed(connection) => connection.progress(op),
+            Confirmation::Pending(..) | Confirmation::Changing => Ok(Progress {
+                moved: Moved::Nothing,
+                waits: ANSWER,
+            }),
+        }
+    }
+
+    fn step(&self) -> u32 {
+        self.confirmed().map_or(0, Connection::step)
+    }
+
+    fn stream(&self) -> &Stream {
+        match &self.state {
+            Confirmation::Pending(receiver, _) => receiver.stream(),
+            Confirmation::Confirmed(connection) => connection.stream(),
+            Confirmation::Changing => unreachable!("the state changes within one call"),
+        }
+    }
+
+    fn stream_mut(&mut self) -> &mut Stream {
+        match &mut self.state {
+            Confirmation::Pending(receiver, _) => receiver.stream_mut(),
+            Confirmation::Confirmed(connection) => connection.stream_mut(),
+            Confirmation::Changing => unreachable!("the state changes within one call"),
+        }
+    }
+
+    fn serves_idle(&self) -> bool {
+        self.confirmed().is_none_or(Connection::serves_idle)
+    }
+
+    fn serve_idle(&mut self) -> Option<Waits> {
+        let Confirmation::Pending(receiver, _) = &self.state else {
+            return match &mut self.state {
+                Confirmation::Confirmed(connection) => connection.serve_idle(),
+                Confirmation::Pending(..) | Confirmation::Changing => None,
             };
-            let wanted = VERDICT_BYTES + text - self.answer.len();
-            if wanted == 0 {
-                let why = String::from_utf8_lossy(&self.answer[VERDICT_BYTES..]).into_owned();
-                return Ok(Confirmed::Sockets(why));
-            }
-            let mut piece = [0; 64];
-            let read = socket.read(&mut piece[..wanted.min(64)])?;
-            if read == 0 {
-                return Ok(Confirmed::NotYet);
-            }
-            self.answer.extend_from_slice(&piece[..read]);
+        };
+        let peer = receiver.peer;
+        // The next operation finds the same error, and reports it.
+        self.confirm(peer).ok()?;
+        match &mut self.state {
+            Confirmation::Confirmed(connection) => connection.serve_idle(),
+            Confirmation::Pending(..) | Confirmation::Changing => Some(ANSWER),
         }
     }
 
-    /// The end, which is confirmed.
-    pub(crate) fn into_receiver(self) -> Receiver {
-        if let Some(slots) = &self.receiver.direct {
-            // Before the first of them is posted.
-            self.receiver.fifo.set_slots_address(slots.address());
+    fn stall(&mut self) -> Option<(u64, Stall)> {
+        match &mut self.state {
+            Confirmation::Confirmed(connection) => connection.stall(),
+            Confirmation::Pending(..) | Confirmation::Changing => None,
         }
-        self.receiver
     }
 
-    /// Its FIFO, for another end: it is not to be.
-    pub(crate) fn into_fifo(self) -> Arc<Fifo> {
-        self.receiver.fifo
+    fn arm(&self) {
+        if let Some(connection) = self.confirmed() {
+            connection.arm();
+        }
+    }
+
+    fn descriptors(&self) -> Vec<RawFd> {
+        self.confirmed().map_or_else(Vec::new, Connection::descriptors)
+    }
+
+    fn max_wait(&self) -> Option<Duration> {
+        self.confirmed().and_then(Connection::max_wait)
+    }
+
+    fn close(&mut self) {
+        if let Confirmation::Confirmed(connection) = &mut self.state {
+            connection.close();
+        }
     }
 }

@@ -1,22 +1,24 @@
-//! What a connection is at, for readers of the shared pages.
+//! A connection's entry in the proxy table of the shared pages.
 
 use ringsight_records::{Flags, proxies::ProxyState};
 
-use super::ProxyOp;
-use crate::observe::{self, ProxyEntry};
+use crate::{
+    observe::{self, ProxyEntry},
+    op::ProxyOp,
+};
 
-/// A connection's place in the proxy table, taken with its first operation.
+/// A connection's entry, claimed with its first operation.
 #[derive(Default)]
-pub(super) struct Told {
+pub(super) struct TableEntry {
     entry: Option<ProxyEntry>,
-    /// A table that was full is not asked again.
-    is_asked: bool,
+    /// The entry has been claimed, or the table was full.
+    is_claimed: bool,
 }
 
-impl Told {
-    /// The turn of `op` has come; so many wait behind it.
+impl TableEntry {
+    /// `op` becomes the first operation; `queued` operations wait behind it.
     pub(super) fn begin(&mut self, op: &ProxyOp, queued: usize) {
-        if !std::mem::replace(&mut self.is_asked, true) {
+        if !std::mem::replace(&mut self.is_claimed, true) {
             self.entry = ProxyEntry::claim();
         }
         let Some(entry) = &self.entry else { return };
@@ -41,15 +43,15 @@ impl Told {
         });
     }
 
-    /// It has come to this step.
+    /// `op` has reached this step.
     pub(super) fn move_to(&self, op: &ProxyOp, step: u32) {
         if let Some(entry) = &self.entry {
             entry.move_to(op.op, step);
         }
     }
 
-    /// It is done, or given up.
-    pub(super) fn rest(&self) {
+    /// The operation is done or given up.
+    pub(super) fn finish(&self) {
         if let Some(entry) = &self.entry {
             entry.rest();
         }

@@ -1,8 +1,9 @@
-//! Messages between two proxies: who connects, steps and credits; and the parsers that refuse everything else.
+//! Messages between two proxies: the hello and its reply, steps and credits.
 
 use ringsight_verbs::wire::OFFER_BYTES;
 
-use crate::{bootstrap::wire::word, proxy::ProxyOp};
+use super::error::ConnectionError;
+use crate::{bootstrap::wire::word, op::ProxyOp};
 
 /// First four bytes of a connection ("RSNT"), of a step ("RSST") and of a credit ("RSCR").
 const HELLO_MAGIC: u32 = u32::from_le_bytes(*b"RSNT");
@@ -10,20 +11,20 @@ const STEP_MAGIC: u32 = u32::from_le_bytes(*b"RSST");
 const CREDIT_MAGIC: u32 = u32::from_le_bytes(*b"RSCR");
 const VERSION: u32 = 4;
 
-/// Bytes of a text that follows [`Verdict::Sockets`], at most.
-pub(crate) const MOST_REASON: u32 = 512;
+/// Maximum length of the text after [`HelloReply::Sockets`], bytes.
+pub(crate) const MAX_REASON: u32 = 512;
 /// Bytes of a [`Hello`].
 pub(crate) const HELLO_BYTES: usize = 40;
-/// Bytes of a [`Verdict`].
-pub(crate) const VERDICT_BYTES: usize = 12;
+/// Bytes of a [`HelloReply`].
+pub(crate) const HELLO_REPLY_BYTES: usize = 12;
 pub(crate) const STEP_BYTES: usize = 24;
 pub(super) const CREDIT_BYTES: usize = 12;
 
-/// What a sender's proxy says first.
+/// The first message of a sender's proxy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Hello {
     pub(crate) cookie: u64,
-    /// Communicator id: see [`crate::proxy::message::Endpoint::comm`].
+    /// Communicator id: see [`crate::op::Endpoint::comm`].
     pub(crate) comm: u64,
     pub(crate) from: u32,
     pub(crate) to: u32,
@@ -52,7 +53,7 @@ impl Hello {
         bytes
     }
 
-    /// How many bytes of a hello, and of the offer that may follow, are still missing.
+    /// How many bytes of a hello, with the offer that may follow, are still missing.
     pub(crate) fn missing(bytes: &[u8]) -> usize {
         let offer = match bytes.get(26) {
             Some(1) => OFFER_BYTES,
@@ -61,7 +62,7 @@ impl Hello {
         (HELLO_BYTES + offer).saturating_sub(bytes.len())
     }
 
-    /// `None` for whoever does not know `cookie` or speaks otherwise.
+    /// `None` for another secret than `cookie`, another version, and other bytes.
     pub(crate) fn parse(bytes: &[u8], cookie: u64) -> Option<Self> {
         let known = word(bytes, 0)? == HELLO_MAGIC
             && word(bytes, 4)? == VERSION
@@ -86,27 +87,27 @@ impl Hello {
     }
 }
 
-/// What the receiver's proxy answers.
+/// The answer of the receiver's proxy to a [`Hello`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Verdict {
-    /// The connection stands, over this socket.
+pub(crate) enum HelloReply {
+    /// The connection is made, over this stream.
     Welcome,
-    /// RDMA was offered: the receiver's own offer follows. The sender answers with [`Verdict::Rdma`] once it is connected, or with
-    /// [`Verdict::Sockets`].
+    /// RDMA was offered: the receiver's own offer follows. The sender answers with [`HelloReply::Rdma`] once it is connected, or with
+    /// [`HelloReply::Sockets`].
     Rdma,
-    /// RDMA was offered, and cannot be: the connection stands over this socket. So many bytes follow that say why.
+    /// RDMA was offered and cannot be used: the connection is made over this stream. So many bytes of reason follow.
     Sockets(u32),
-    /// The receiver's slots are of this many bytes.
+    /// The receiver's slots have this many bytes.
     OtherSlots(u32),
-    /// There is one already.
+    /// The connection exists already.
     Taken,
     /// No such rank or channel, or the receiver could not make its end.
     Impossible,
 }
 
-impl Verdict {
+impl HelloReply {
     /// Magic u32 | code u32 | detail u32.
-    pub(crate) fn encode(self) -> [u8; VERDICT_BYTES] {
+    pub(crate) fn encode(self) -> [u8; HELLO_REPLY_BYTES] {
         let (code, detail) = match self {
             Self::Welcome => (0, 0),
             Self::OtherSlots(bytes) => (1, bytes),
@@ -115,7 +116,7 @@ impl Verdict {
             Self::Rdma => (4, 0),
             Self::Sockets(bytes) => (5, bytes),
         };
-        let mut bytes = [0; VERDICT_BYTES];
+        let mut bytes = [0; HELLO_REPLY_BYTES];
         for (place, value) in bytes
             .as_chunks_mut::<4>()
             .0
@@ -127,28 +128,28 @@ impl Verdict {
         bytes
     }
 
-    pub(crate) fn parse(bytes: &[u8; VERDICT_BYTES]) -> Option<Self> {
+    pub(crate) fn parse(bytes: &[u8; HELLO_REPLY_BYTES]) -> Option<Self> {
         match (word(bytes, 0)? == HELLO_MAGIC, word(bytes, 4)?, word(bytes, 8)?) {
             (true, 0, 0) => Some(Self::Welcome),
             (true, 1, bytes) => Some(Self::OtherSlots(bytes)),
             (true, 2, 0) => Some(Self::Taken),
             (true, 3, 0) => Some(Self::Impossible),
             (true, 4, 0) => Some(Self::Rdma),
-            (true, 5, bytes) if bytes <= MOST_REASON => Some(Self::Sockets(bytes)),
+            (true, 5, bytes) if bytes <= MAX_REASON => Some(Self::Sockets(bytes)),
             _ => None,
         }
     }
 }
 
-/// What stands before a step's bytes.
+/// The header of a step, before its bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StepHeader {
-    /// Operations of this connection before this one, modulo 2^32: both ends count them.
+    /// Operations of this connection before this one, modulo 2^32, as both ends count them.
     pub(crate) op: u32,
     pub(crate) step: u32,
     pub(crate) steps: u32,
     pub(crate) bytes: u32,
-    /// Of the slot, as the sender's kernel gave it.
+    /// Tag of the slot, from the sender's kernel.
     pub(crate) tag: u32,
 }
 
@@ -162,16 +163,16 @@ impl StepHeader {
         bytes
     }
 
-    /// Whether it is step `step` of the connection's operation number `ops`, which is `op`, and fits into slots of `slot_bytes`.
+    /// Checks that this is step `step` of the connection's operation number `ops`, which is `op`, and fits into a slot of `slot_bytes`.
     ///
     /// # Errors
-    /// What it is instead. A step of another operation is none: it goes to the kernel, which reports what the ranks do differently.
+    /// It is another step. A step with another tag is no error: it goes to the kernel, which reports how the calls of the ranks differ.
     pub(crate) fn check(
         &self,
         op: &ProxyOp,
         (ops, step): (u32, u32),
         slot_bytes: usize,
-    ) -> Result<(), String> {
+    ) -> Result<(), ConnectionError> {
         let expected = Self {
             op: ops,
             step,
@@ -179,17 +180,17 @@ impl StepHeader {
             ..*self
         };
         if self.tag == op.tag && *self != expected {
-            return Err(format!(
+            return Err(ConnectionError::Protocol(format!(
                 "the peer sends step {} of {} of the connection's operation {}, expected was step {} of {} of operation \
                  {}: the ranks do not call the same operations with the same sizes",
                 self.step, self.steps, self.op, expected.step, expected.steps, expected.op
-            ));
+            )));
         }
         if self.bytes as usize > slot_bytes {
-            return Err(format!(
+            return Err(ConnectionError::Protocol(format!(
                 "the peer sends a step of {} bytes, a slot has {slot_bytes}",
                 self.bytes
-            ));
+            )));
         }
         Ok(())
     }
@@ -218,7 +219,7 @@ pub(super) fn parse_credit(bytes: &[u8; CREDIT_BYTES]) -> Option<u64> {
     (word(bytes, 0)? == CREDIT_MAGIC).then_some(granted)
 }
 
-/// Feeds bytes to the parsers, for [`crate::fuzzing`]; what one accepts must survive being written and read again.
+/// The fuzz target of the parsers: every message that one accepts is encoded as it was.
 pub(crate) fn fuzz(data: &[u8]) {
     let cookie = data
         .get(8..16)
@@ -228,9 +229,9 @@ pub(crate) fn fuzz(data: &[u8]) {
         assert_eq!(hello.encode(), data);
     }
     if let Some(bytes) = data.first_chunk()
-        && let Some(verdict) = Verdict::parse(bytes)
+        && let Some(reply) = HelloReply::parse(bytes)
     {
-        assert_eq!(verdict.encode(), *bytes);
+        assert_eq!(reply.encode(), *bytes);
     }
     if let Some(bytes) = data.first_chunk()
         && let Some(header) = StepHeader::parse(bytes)
@@ -252,7 +253,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn messages_survive_and_rubbish_is_refused(
+        fn messages_round_trip_and_other_bytes_are_refused(
             cookie: u64, comm: u64, from: u32, to: u32, channel: u8, p2p: bool, rdma: bool, slot_bytes: u32, rubbish: [u8; HELLO_BYTES], flip in 0usize..16, bit in 0u8..8,
         ) {
             let hello = Hello { cookie, comm, from, to, channel, p2p, rdma, slot_bytes };
@@ -267,8 +268,8 @@ mod tests {
             bytes[flip] ^= 1 << bit;
             prop_assert_eq!(Hello::parse(&bytes, cookie), None);
             prop_assert_eq!(Hello::parse(&rubbish, cookie), None);
-            for verdict in [Verdict::Welcome, Verdict::OtherSlots(slot_bytes), Verdict::Taken, Verdict::Impossible, Verdict::Rdma, Verdict::Sockets(slot_bytes % (MOST_REASON + 1))] {
-                prop_assert_eq!(Verdict::parse(&verdict.encode()), Some(verdict));
+            for reply in [HelloReply::Welcome, HelloReply::OtherSlots(slot_bytes), HelloReply::Taken, HelloReply::Impossible, HelloReply::Rdma, HelloReply::Sockets(slot_bytes % (MAX_REASON + 1))] {
+                prop_assert_eq!(HelloReply::parse(&reply.encode()), Some(reply));
             }
             let header = StepHeader { op: from, step: to, steps: slot_bytes, bytes: 7, tag: !from };
             let mut encoded = header.encode();

@@ -1,15 +1,16 @@
 //! GPUDirect: slots of connections to other nodes in the memory of the rank's GPU, where RDMA devices read and write them.
 //!
-//! A rank has one allocation for them, made with its proxy's first communicator: memory that is asked for later might be had only
-//! once the kernels that run then have ended. It is cut into places, one for the slots of each end of a connection, as far as there are
-//! any; what has none is staged in host memory. All but the slots stays in host memory, where the proxy looks: flags, counts,
-//! and what is short enough to travel with a flag.
+//! A rank has one allocation for them ([`SlotPool`]), made with the first communicator of its proxy: a later allocation might block until
+//! running kernels end. The pool is cut into places, one for the slots of each end of a connection. A connection without a place stages
+//! its slots in host memory. Only the slots are in GPU memory: flags, counts and inline steps stay in host memory, which the proxy reads.
+//!
+//! Service threads of the proxy take places; the last owner of a [`Slots`] gives its place back. One lock guards the pool's state.
 
 use std::{
     any::Any,
     collections::{BTreeSet, HashMap},
     os::fd::OwnedFd,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Mutex, MutexGuard, Weak},
 };
 
 use ringsight_kernels::fifo::SLOTS;
@@ -21,44 +22,47 @@ use ringsight_verbs::{
     sysfs::Place,
 };
 
-use super::verbs::{backup_of, place_of};
-use crate::{
-    device::{self, Device},
-    log,
-};
+use ringsight_comm_base::{log, sync::lock};
 
-/// The most memory for messages, and for all.
+use super::{
+    error::ConnectionError,
+    rdma::{backup_of, place_of},
+};
+use crate::device::{self, Device};
+
+/// Maximum memory for messages.
 const MESSAGE_BYTES: usize = 96 << 20;
-const MOST_BYTES: usize = 2 << 30;
-/// Alignment of a place: a region's address and its offset in the dma-buf must be the same within a page.
+/// Maximum memory of a pool.
+const MAX_BYTES: usize = 2 << 30;
+/// Alignment of a place: the address of a region and its offset in the dma-buf must be equal modulo a page.
 const PAGE: usize = 4096;
 
-/// What a rank may need places for.
+/// The connections for which a rank may need places.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Wanted {
+pub(crate) struct SlotDemand {
     pub(crate) channels: usize,
     /// Ranks on other nodes.
     pub(crate) peers: usize,
     pub(crate) slot_bytes: usize,
 }
 
-impl Wanted {
+impl SlotDemand {
     /// Bytes of a place.
     fn place(self) -> usize {
         (SLOTS * self.slot_bytes).next_multiple_of(PAGE)
     }
 
-    /// How many places; `both`: also for what is sent.
+    /// Number of places; `both`: also for slots that are sent.
     fn places(self, both: bool) -> usize {
         let ends = if both { 2 } else { 1 };
         let rings = self.channels * ends;
         let messages = (self.peers * self.channels * ends).min(MESSAGE_BYTES / self.place());
-        (rings + messages).min(MOST_BYTES / self.place())
+        (rings + messages).min(MAX_BYTES / self.place())
     }
 }
 
-/// A rank's places.
-pub struct Pool {
+/// The slots of a rank in the memory of its GPU.
+pub struct SlotPool {
     base: u64,
     /// Bytes from place to place.
     stride: usize,
@@ -66,37 +70,37 @@ pub struct Pool {
     dma_buf: Arc<OwnedFd>,
     device: i32,
     needs_flush: bool,
-    /// Also what is sent is there.
+    /// Sent slots are in the pool, too.
     sends: bool,
-    state: Mutex<State>,
-    /// Given back when dropped.
+    state: Mutex<PoolState>,
+    /// Freed when dropped.
     _memory: Box<dyn Any + Send + Sync>,
 }
 
 #[derive(Default)]
-struct State {
+struct PoolState {
     free: Vec<usize>,
-    /// By connection of the proxy.
+    /// By connection of the proxy: its place.
     taken: HashMap<u32, Weak<Slots>>,
-    /// Ports that reach the memory, as far as is known.
+    /// Ports that can access the memory, as far as is known.
     ports: BTreeSet<usize>,
-    /// It was told that there are no more.
-    told: bool,
+    /// The log has said that no place is left.
+    has_logged_exhaustion: bool,
 }
 
-/// The slots of one end of a connection; given back when dropped.
+/// A place: the slots of one end of a connection. Given back to the pool when dropped.
 pub(crate) struct Slots {
-    pool: Arc<Pool>,
+    pool: Arc<SlotPool>,
     index: usize,
 }
 
-/// How far a GPU is from an RDMA port and the one that stands by for it: what goes over the one must go over the other.
-fn farthest(net: &Net, port: usize, gpu: Option<&Place>) -> Distance {
+/// The greater distance of a GPU from an RDMA port and from its backup: both must access the same slots.
+fn max_distance(net: &Net, port: usize, gpu: Option<&Place>) -> Distance {
     let far = |port: usize| distance(gpu, net.ports()[port].place.as_ref());
     backup_of(net, port).map_or(far(port), |backup| far(port).max(far(backup)))
 }
 
-/// Names of a port, and of the one that stands by for it.
+/// Names of a port and its backup.
 fn names(net: &Net, port: usize) -> String {
     let name = |port: usize| format!("{}:{}", net.ports()[port].device, net.ports()[port].number);
     match backup_of(net, port) {
@@ -105,15 +109,14 @@ fn names(net: &Net, port: usize) -> String {
     }
 }
 
-impl Pool {
-    /// Makes the places of a rank on `device` number `number`, which is current and at the PCI address `bus`, as the ports that it uses
-    /// and the environment allow. `None`: its slots are in host memory; the log says why, but for a device that has no memory of its
-    /// own.
+impl SlotPool {
+    /// Makes the pool of a rank on `device` number `number`, which is current and at the PCI address `bus`. `None`: the rank's ports or the
+    /// environment allow none, so its slots stay in host memory. The log says why, except for a device without memory of its own.
     pub(crate) fn new(
         net: &Net,
         ports: &[usize],
         (device, number, bus): (&dyn Device, i32, &str),
-        wanted: Wanted,
+        demand: SlotDemand,
     ) -> Option<Arc<Self>> {
         if bus.is_empty() || ports.is_empty() {
             return None;
@@ -137,7 +140,7 @@ impl Pool {
         let gpu = place_of(bus);
         let mut near = BTreeSet::new();
         for port in ports.iter().copied() {
-            let far = farthest(net, port, gpu.as_ref());
+            let far = max_distance(net, port, gpu.as_ref());
             let is_near = far <= level;
             tracing::info!(
                 target: log::INIT,
@@ -155,12 +158,12 @@ impl Pool {
         if near.is_empty() {
             return None;
         }
-        let count = wanted.places(sends);
+        let count = demand.places(sends);
         if count == 0 {
             staged("NCCL_BUFFSIZE is too long");
             return None;
         }
-        let direct = match device.direct(count * wanted.place()) {
+        let direct = match device.direct(count * demand.place()) {
             Ok(direct) => direct?,
             Err(error) => {
                 staged(&error.to_string());
@@ -170,41 +173,40 @@ impl Pool {
         tracing::info!(
             target: log::INIT,
             "GPUDirect : GPU {number} ({bus}) : {count} places of {} bytes for slots, {}, {}",
-            wanted.place(),
+            demand.place(),
             if sends { "received and sent" } else { "received (NCCL_NET_GDR_READ=0)" },
             if direct.needs_flush { "flushed" } else { "no flush needed" },
         );
         Some(Arc::new(Self {
             base: direct.base,
-            stride: wanted.place(),
-            slot_bytes: wanted.slot_bytes,
+            stride: demand.place(),
+            slot_bytes: demand.slot_bytes,
             dma_buf: Arc::new(direct.dma_buf),
             device: number,
             needs_flush: direct.needs_flush,
             sends,
-            state: Mutex::new(State {
-                // The first ones are given first.
+            state: Mutex::new(PoolState {
+                // The first places are given out first.
                 free: (0..count).rev().collect(),
                 ports: near,
-                ..State::default()
+                ..PoolState::default()
             }),
             _memory: direct.memory,
         }))
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        // Nothing that runs under it leaves it half changed.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, PoolState> {
+        lock(&self.state)
     }
 
-    /// A place for the slots of a proxy's connection over a port; `None`: they stay in host memory.
+    /// A place for the slots of a proxy's connection over a port. `None`: they stay in host memory.
     pub(crate) fn take(self: &Arc<Self>, connection: u32, port: usize, is_send: bool) -> Option<Arc<Slots>> {
         let mut state = self.state();
         if (is_send && !self.sends) || !state.ports.contains(&port) {
             return None;
         }
         let Some(index) = state.free.pop() else {
-            if !std::mem::replace(&mut state.told, true) {
+            if !std::mem::replace(&mut state.has_logged_exhaustion, true) {
                 tracing::info!(
                     target: log::INIT,
                     "GPUDirect : GPU {} : slots of further connections are staged in host memory: all places are taken",
@@ -222,12 +224,12 @@ impl Pool {
         Some(slots)
     }
 
-    /// What a connection has taken.
+    /// The place of a connection.
     pub(crate) fn of(&self, connection: u32) -> Option<Arc<Slots>> {
         self.state().taken.get(&connection)?.upgrade()
     }
 
-    /// A port does not reach the memory: it is asked no more.
+    /// Excludes a port that cannot access the memory.
     fn refuse(&self, net: &Net, port: usize, why: &ringsight_verbs::Error) {
         if self.state().ports.remove(&port) {
             tracing::info!(
@@ -245,13 +247,13 @@ impl Slots {
         self.index * self.pool.stride
     }
 
-    /// Where they are for kernels.
+    /// Their address for kernels.
     pub(crate) fn address(&self) -> u64 {
         self.pool.base + self.offset() as u64
     }
 
-    /// They as memory that is registered, for an end over `port`: with the devices of that port and of the one that stands by. `None`:
-    /// one of them refuses, as the log says, and they are of no use. The regions are found again while what is returned lives.
+    /// Registers the slots with the devices of `port` and of its backup. `None`: one of the devices refuses, as the log says, and the slots
+    /// cannot be used. While the returned regions live, registering the memory again returns the same regions.
     pub(crate) fn register(
         self: &Arc<Self>,
         net: &Net,
@@ -259,7 +261,7 @@ impl Slots {
         is_receiver: bool,
     ) -> Option<(Memory, Vec<Arc<Mr>>)> {
         let pool = &self.pool;
-        // The peer's port may have had the say of which port it is (`NCCL_CROSS_NIC`).
+        // The peer's port may have decided which port this is (`NCCL_CROSS_NIC`).
         if !pool.state().ports.contains(&port) {
             return None;
         }
@@ -272,7 +274,7 @@ impl Slots {
         );
         let mut regions = Vec::new();
         for index in [Some(port), backup_of(net, port)].into_iter().flatten() {
-            // What else is wrong with a port is told where a path is made over it.
+            // Any other error of the port is reported when a path is made over it.
             let Ok(opened) = net.standby(index) else { continue };
             let access = if is_receiver {
                 opened.slots_access()
@@ -290,24 +292,23 @@ impl Slots {
         Some((memory, regions))
     }
 
-    /// Has what devices have written be there for kernels before they see a flag that is set from here on.
+    /// Makes everything that devices have written visible to kernels, before they see a flag that is set after this call.
     ///
-    /// A device's writes to the GPU, its completion, and the flag take different ways: the first go to the GPU, the others to the
-    /// memory of the host, from where the kernel fetches the flag. On PCIe the completion, which is written after the data and may not
-    /// overtake them, is seen by the host only when the data are on their way down to the GPU, or there; they are not before the
-    /// kernel's reads of its own memory by that alone. Where the driver says that they are
-    /// (`CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING`), nothing is to be done; else its flush goes to the GPU by the same way,
-    /// which it may not overtake them on, and returns when they are there.
-    pub(crate) fn flush(&self) -> Result<(), String> {
+    /// The writes of a device go to the GPU. Its completion and the flag go to host memory, from where the kernel reads the flag. On PCIe
+    /// the completion cannot overtake the data, so the host sees it only once the data are on their way down to the GPU. That alone does
+    /// not order the data before the kernel's reads of its own memory. If the driver guarantees that order
+    /// (`CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING`), nothing is needed. Otherwise the driver's flush takes the same way to the
+    /// GPU, cannot overtake the data, and returns once they have arrived.
+    pub(crate) fn flush(&self) -> Result<(), ConnectionError> {
         if !self.pool.needs_flush {
             return Ok(());
         }
         let Some(device) = device::opened() else {
-            return Err("no device flushes its memory".into());
+            return Err(ConnectionError::Flush("no device flushes its memory".into()));
         };
-        device
-            .flush_direct(self.pool.device)
-            .map_err(|error| format!("flushing what RDMA devices wrote to the GPU: {error}"))
+        device.flush_direct(self.pool.device).map_err(|error| {
+            ConnectionError::Flush(format!("flushing what RDMA devices wrote to the GPU: {error}"))
+        })
     }
 }
 
@@ -322,19 +323,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_are_bounded() {
-        let wanted = |channels, peers, slot_bytes| Wanted {
+    fn the_number_of_places_is_bounded() {
+        let demand = |channels, peers, slot_bytes| SlotDemand {
             channels,
             peers,
             slot_bytes,
         };
-        // A ring in each direction and a message's parts.
-        assert_eq!(wanted(8, 1, 128 << 10).places(true), 32);
-        assert_eq!(wanted(8, 1, 128 << 10).places(false), 16);
-        // Of messages with many, what there is room for.
-        assert_eq!(wanted(8, 500, 128 << 10).places(true), 16 + 96);
-        // Slots that are longer than all that may be taken.
-        assert_eq!(wanted(32, 1, 512 << 20).places(true), 0);
-        assert_eq!(wanted(2, 1, 320).place(), 4096);
+        // A ring in each direction, and the parts of a message.
+        assert_eq!(demand(8, 1, 128 << 10).places(true), 32);
+        assert_eq!(demand(8, 1, 128 << 10).places(false), 16);
+        // Messages with many peers get the places that there is room for.
+        assert_eq!(demand(8, 500, 128 << 10).places(true), 16 + 96);
+        // Slots that exceed the maximum.
+        assert_eq!(demand(32, 1, 512 << 20).places(true), 0);
+        assert_eq!(demand(2, 1, 320).place(), 4096);
     }
 }

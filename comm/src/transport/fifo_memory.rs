@@ -1,4 +1,4 @@
-//! Memory of a FIFO: a sealed memfd, mapped by whoever holds the descriptor.
+//! Memory of a FIFO: a sealed memfd, mapped by every process that has the descriptor.
 
 use std::{
     io,
@@ -9,11 +9,10 @@ use std::{
 
 use ringsight_kernels::Fifo;
 
-use crate::{
-    bootstrap::sys::{self, check},
-    device,
-    transport::direct::Slots,
-};
+use ringsight_comm_base::sys::{self, check};
+
+use super::gpu_direct::Slots;
+use crate::device;
 
 /// A shared mapping, unmapped when dropped.
 struct Mapping {
@@ -21,31 +20,31 @@ struct Mapping {
     bytes: usize,
 }
 
-// SAFETY: the mapping belongs to no thread; what is in it is ordered by whoever uses it (the FIFO's head and tail).
+// SAFETY: the mapping belongs to no thread; the FIFO's head and tail order the accesses to it.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: made by `mmap` with this length, and whoever used it held the `Arc` that is now gone.
+        // SAFETY: made by `mmap` with this length; every user held the `Arc` that is now gone.
         unsafe { libc::munmap(self.base, self.bytes) };
     }
 }
 
-/// A mapping that kernels reach.
-struct Reached(Option<(Box<dyn Send + Sync>, Mapping)>);
+/// A mapping that kernels access.
+struct DeviceMapping(Option<(Box<dyn Send + Sync>, Mapping)>);
 
-impl Drop for Reached {
+impl Drop for DeviceMapping {
     fn drop(&mut self) {
-        // In this order: what kernels reach must be mapped.
-        if let (Some(reached), Some(device)) = (self.0.take(), device::opened()) {
-            device.retire(reached.1.bytes, Box::new(reached));
+        // The fields drop in order: the device's access first, then the mapping.
+        if let (Some(mapped), Some(device)) = (self.0.take(), device::opened()) {
+            device.retire(mapped.1.bytes, Box::new(mapped));
         }
     }
 }
 
-/// A zeroed memfd of `bytes` bytes that nobody can resize, so that no process can take another's pages away.
+/// A zeroed memfd of `bytes` bytes that no process can resize, so that none can take another's pages away.
 pub(crate) fn create(bytes: usize) -> io::Result<OwnedFd> {
     sys::sealed_memfd(c"ringsight-fifo", bytes)
 }
@@ -53,16 +52,16 @@ pub(crate) fn create(bytes: usize) -> io::Result<OwnedFd> {
 /// Maps a memfd of [`create`] as a FIFO with slots of `slot_bytes`.
 ///
 /// # Errors
-/// When the file is not of that size, may shrink, or cannot be mapped.
+/// The file has another size, may shrink, or cannot be mapped.
 pub(crate) fn map(fd: &OwnedFd, slot_bytes: usize) -> io::Result<Arc<Fifo>> {
     let mapping = mapping(fd, slot_bytes)?;
     Ok(Arc::new(fifo(mapping.base, slot_bytes, Arc::new(mapping))))
 }
 
-/// The same for a FIFO that kernels fill or drain; its slots may be `direct`, as the proxy says.
+/// As [`map`], for a FIFO that kernels fill or drain. `direct`: its slots are in the memory of the GPU.
 ///
 /// # Errors
-/// As [`map`], or the device cannot reach it.
+/// As [`map`], or the device cannot access it.
 pub(crate) fn map_for_kernels(
     fd: &OwnedFd,
     slot_bytes: usize,
@@ -70,7 +69,7 @@ pub(crate) fn map_for_kernels(
 ) -> io::Result<Arc<Fifo>> {
     let mapping = mapping(fd, slot_bytes)?;
     let base = mapping.base;
-    // Tests connect without a device, and need none.
+    // Tests connect without a device.
     let reachable = match device::opened() {
         None => None,
         Some(device) => device
@@ -79,7 +78,7 @@ pub(crate) fn map_for_kernels(
     };
     let memory: Arc<dyn Send + Sync> = match reachable {
         None => Arc::new(mapping),
-        Some(reachable) => Arc::new(Reached(Some((reachable, mapping)))),
+        Some(reachable) => Arc::new(DeviceMapping(Some((reachable, mapping)))),
     };
     let fifo = fifo(base, slot_bytes, memory);
     Ok(Arc::new(match direct {
@@ -90,7 +89,7 @@ pub(crate) fn map_for_kernels(
 
 /// A FIFO at the base of the mapping in `memory`.
 fn fifo(base: *mut libc::c_void, slot_bytes: usize, memory: Arc<dyn Send + Sync>) -> Fifo {
-    // SAFETY: page-aligned, `memory_bytes` long, cannot shrink, and mapped while the mapping lives.
+    // SAFETY: page-aligned, `memory_bytes` long, not shrinkable, and mapped while the mapping lives.
     unsafe { Fifo::new(base.cast(), slot_bytes, memory) }
 }
 
@@ -127,7 +126,7 @@ fn mapping(fd: &OwnedFd, slot_bytes: usize) -> io::Result<Mapping> {
     Ok(Mapping { base, bytes })
 }
 
-/// A FIFO of this process alone, that nobody sends to, for a kernel to wait at.
+/// A FIFO of this process that nothing fills, for a kernel to wait at.
 pub(crate) fn private(slot_bytes: usize) -> io::Result<Arc<Fifo>> {
     map_for_kernels(&create(Fifo::memory_bytes(slot_bytes))?, slot_bytes, None)
 }
@@ -139,14 +138,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_that_could_shrink_is_no_fifo() {
+    fn memory_that_could_shrink_is_refused() {
         let bytes = Fifo::memory_bytes(512);
         assert!(mapping(&create(bytes).unwrap(), 512).is_ok());
         let refused = |fd: &OwnedFd| mapping(fd, 512).map(drop).unwrap_err();
-        // Another size than ours.
+        // Another size.
         let text = refused(&create(bytes + 4096).unwrap()).to_string();
         assert!(text.contains(&format!("where {bytes} were expected")), "{text}");
-        // Of a peer that could take it away from us.
+        // A file that a peer could shrink.
         // SAFETY: a C string, and a new descriptor that nobody else owns.
         let unsealed = unsafe {
             let fd = libc::memfd_create(c"unsealed".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING);
@@ -155,7 +154,7 @@ mod tests {
         let file = std::fs::File::from(unsealed);
         file.set_len(bytes as u64).unwrap();
         assert_eq!(refused(&file.into()).kind(), io::ErrorKind::InvalidData);
-        // No memory at all.
+        // No memory.
         let file = std::fs::File::open("/dev/null").unwrap();
         refused(&file.into());
     }

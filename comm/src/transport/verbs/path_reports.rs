@@ -1,4 +1,4 @@
-//! What an end notices of its paths, for the log and on record.
+//! Reports about the paths of an end: to the log, to the records, and to the connection's entry in the shared pages.
 
 use std::{ops::Range, time::Duration};
 
@@ -8,95 +8,99 @@ use ringsight_records::{
     pages::put_text,
 };
 use ringsight_verbs::{
-    endpoint::{self, End, EndSnapshot, Path, Role, TimedReport},
+    endpoint::{End, EndSnapshot, Path, PathSnapshot, Role, TimedReport},
     failover::{Cause, LinkState, PathState, PathView, Report, Status},
     queue::Qp,
 };
 
-use super::Connected;
+use ringsight_comm_base::log;
+
+use super::setup::ConnectedEnd;
 use crate::{
-    log,
     observe::{self, ConnectionEntry},
-    proxy::{
-        ProxyOp, events,
-        stalls::{Stall, Why},
+    op::ProxyOp,
+    transport::{
+        events,
+        stall::{Stall, StallCause},
     },
 };
 
-/// What is known of an end's paths.
-pub(super) struct Paths {
-    /// By path: number of its port among those of the process.
+/// What readers of logs, records and pages learn about the paths of one end.
+pub(super) struct PathReports {
+    /// By path: index of its port in the process.
     ports: Vec<u8>,
-    /// As [`Connected::is_backup_alone`].
+    /// As [`ConnectedEnd::is_backup_alone`].
     is_backup_alone: bool,
-    /// The one in use.
+    /// The active path.
     active: u8,
-    /// The one before, and the position from which on steps go over the one in use.
-    before: (u8, u64),
-    /// Why the last one was left, until another one is in use.
+    /// The previous active path, and the position from which on steps use the present one.
+    previous: (u8, u64),
+    /// Why the active path failed, until another one is active.
     cause: Option<(PathCause, u8)>,
-    /// The operation that the connection was at last.
+    /// The last operation of the connection.
     op: Option<ProxyOp>,
-    /// It is at that one still.
+    /// That operation is under way.
     is_busy: bool,
     is_send: bool,
-    /// As [`Connected::survives`].
+    /// As [`ConnectedEnd::survives`].
     pub(super) survives: bool,
-    /// Why a path was left last.
-    left: Option<(PathCause, u8)>,
-    /// Changes of the path in use, and when the last one was, `CLOCK_MONOTONIC` nanoseconds.
+    /// Why the last path was left.
+    last_cause: Option<(PathCause, u8)>,
+    /// Number of switches, and the time of the last one (`CLOCK_MONOTONIC`, nanoseconds).
     switches: (u32, u64),
-    /// Where readers of the pages see the connection; `None` before its first operation.
+    /// The connection's entry in the shared pages; `None` before its first operation.
     entry: Option<ConnectionEntry>,
-    /// What they see: the end's count of changes, and the communicator.
-    told: Option<(u64, u64)>,
+    /// What the entry shows: the end's revision, and the communicator.
+    published: Option<(u64, u64)>,
 }
 
-impl Paths {
-    pub(super) fn new(connected: &Connected, is_send: bool) -> Self {
+impl PathReports {
+    pub(super) fn new(connected: &ConnectedEnd, is_send: bool) -> Self {
         Self {
             ports: connected.failover.ports.iter().map(|port| *port as u8).collect(),
             is_backup_alone: connected.is_backup_alone,
-            // Where both ends begin.
+            // Both ends begin on the first connected path.
             active: connected.paths.iter().position(Path::is_connected).unwrap_or(0) as u8,
-            before: (0, 0),
+            previous: (0, 0),
             cause: None,
             op: None,
             is_busy: false,
             is_send,
             survives: connected.survives(),
-            left: None,
+            last_cause: None,
             switches: (0, 0),
             entry: None,
-            told: None,
+            published: None,
         }
     }
 
-    /// Tells readers of the pages what the connection is in, if that has changed.
-    pub(super) fn show<R: Role>(&mut self, end: &End<R>) {
+    /// Updates the connection's entry in the shared pages, if its state has changed.
+    pub(super) fn publish<R: Role>(&mut self, end: &End<R>) {
         let Some(op) = &self.op else { return };
         let now = Some((end.revision(), op.comm));
-        if self.told == now {
+        if self.published == now {
             return;
         }
-        self.told = now;
+        self.published = now;
         if self.entry.is_none() {
             self.entry = ConnectionEntry::claim();
         }
         if let Some(entry) = &self.entry {
-            entry.write(&self.view(op, &end.snapshot(), end.paths(), observe::now_ns()));
+            entry.write(&self.entry_of(op, &end.snapshot(), end.paths(), observe::now_ns()));
         }
     }
 
-    fn view(&self, op: &ProxyOp, condition: &EndSnapshot, paths: &[Path], now_ns: u64) -> Connection {
-        let (cause, status) = self.left.map_or((0, 0), |(cause, status)| (cause as u8, status));
+    fn entry_of(&self, op: &ProxyOp, snapshot: &EndSnapshot, paths: &[Path], now_ns: u64) -> Connection {
+        let (cause, status) = self
+            .last_cause
+            .map_or((0, 0), |(cause, status)| (cause as u8, status));
         let mut view = Connection {
             comm: op.comm,
             updated_ns: now_ns,
             last_switch_ns: self.switches.1,
             rank: op.rank,
             peer: op.peer,
-            epoch: condition.epoch,
+            epoch: snapshot.epoch,
             switches: self.switches.0,
             channel: op.channel,
             flags: [
@@ -112,7 +116,7 @@ impl Paths {
             ),
             paths: paths.len() as u8,
             active: self.active,
-            phase: match condition {
+            phase: match snapshot {
                 EndSnapshot { failed: true, .. } => Connection::FAILED,
                 EndSnapshot { recovers: true, .. } => Connection::RECOVERS,
                 _ => Connection::FLOWS,
@@ -124,40 +128,40 @@ impl Paths {
         for (((place, known), path), index) in view
             .path
             .iter_mut()
-            .zip(&condition.paths)
+            .zip(&snapshot.paths)
             .zip(paths)
             .zip(&self.ports)
         {
             *place = ConnectionPath {
                 index: *index,
-                ..path_view(known, path, condition.now, now_ns)
+                ..path_entry(known, path, snapshot.now, now_ns)
             };
         }
         view
     }
 
-    /// The number of a path's port.
+    /// Index of a path's port in the process.
     pub(super) fn port_of(&self, path: usize) -> u8 {
         self.ports.get(path).copied().unwrap_or(0)
     }
 
-    /// Whether a path is not the primary one.
+    /// Whether a path is the backup.
     pub(super) fn is_backup(&self, path: usize) -> bool {
         path > 0 || self.is_backup_alone
     }
 
-    /// The one in use.
+    /// Index of the active path.
     pub(super) fn active(&self) -> usize {
         self.active.into()
     }
 
-    /// The one that the step of a position came over; of the last two that were in use.
-    pub(super) fn came_over(&self, position: u64) -> usize {
-        let (before, since) = self.before;
-        usize::from(if position < since { before } else { self.active })
+    /// Index of the path that the step of a position arrived on: the active path or the previous one.
+    pub(super) fn arrival_path(&self, position: u64) -> usize {
+        let (previous, since) = self.previous;
+        usize::from(if position < since { previous } else { self.active })
     }
 
-    /// The operation that the connection is at. With the first one it has a communicator, whose its queue pairs then are.
+    /// An operation of the connection begins or continues. The first one determines the communicator of the queue pairs.
     pub(super) fn set_op(&mut self, op: &ProxyOp, paths: &[Path]) {
         let is_first = self.op.is_none();
         (self.op, self.is_busy) = (Some(*op), true);
@@ -168,20 +172,20 @@ impl Paths {
         }
     }
 
-    /// That one has ended.
-    pub(super) fn rest(&mut self) {
+    /// The operation has ended.
+    pub(super) fn finish_op(&mut self) {
         self.is_busy = false;
     }
 
-    /// Takes down what was noticed; `bytes` says how many these positions have.
-    pub(super) fn note(
+    /// Logs and records a report. `bytes` returns how many bytes the given positions had.
+    pub(super) fn record_report(
         &mut self,
-        noted: &TimedReport,
+        report: &TimedReport,
         paths: &[Path],
         peer: u32,
         bytes: impl Fn(Range<u64>) -> u64,
     ) {
-        let way = if self.is_send { "to" } else { "from" };
+        let direction = if self.is_send { "to" } else { "from" };
         let name = |path: u8| {
             let port = paths.get(usize::from(path)).map(Path::port);
             port.map_or_else(
@@ -189,15 +193,15 @@ impl Paths {
                 |port| format!("{}:{}", port.device(), port.number()),
             )
         };
-        match noted.report {
+        match report.report {
             Report::Broken { link, cause, active } => {
                 let (port, at) = (
                     name(link.path),
                     if active { "" } else { ", which is not in use," },
                 );
-                tracing::warn!(target: log::NET, "NET/IB : {port}{at} {way} rank {peer} failed: {cause} ({link})");
+                tracing::warn!(target: log::NET, "NET/IB : {port}{at} {direction} rank {peer} failed: {cause} ({link})");
                 if active {
-                    self.left = Some(cause_of(cause));
+                    self.last_cause = Some(cause_of(cause));
                     self.cause = Some(cause_of(cause));
                     self.record(State::START, link.path, link.path, paths, 0);
                 }
@@ -211,20 +215,20 @@ impl Paths {
             } => {
                 tracing::warn!(
                     target: log::NET,
-                    "NET/IB : {way} rank {peer}, from {} to {} (epoch {epoch}), {committed} steps were there, {replayed} are sent again",
+                    "NET/IB : {direction} rank {peer}, from {} to {} (epoch {epoch}), {committed} steps were there, {replayed} are sent again",
                     name(from), name(to)
                 );
                 self.active = to;
-                self.before = (from, committed);
+                self.previous = (from, committed);
                 self.switches = (self.switches.0.saturating_add(1), observe::now_ns());
-                // Nothing broke: a path that comes before it is good again.
-                self.left = Some(*self.cause.get_or_insert((PathCause::Failback, 0)));
-                let again = bytes(committed..committed + replayed);
-                self.record(State::PATH_SWITCHED, from, to, paths, again);
+                // Without a failure, a better path works again.
+                self.last_cause = Some(*self.cause.get_or_insert((PathCause::Failback, 0)));
+                let replayed_bytes = bytes(committed..committed + replayed);
+                self.record(State::PATH_SWITCHED, from, to, paths, replayed_bytes);
                 self.cause = None;
             }
             Report::Recovered { epoch } => {
-                tracing::info!(target: log::NET, "NET/IB : {way} rank {peer}, steps go on (epoch {epoch})");
+                tracing::info!(target: log::NET, "NET/IB : {direction} rank {peer}, steps go on (epoch {epoch})");
                 let state = match self.active {
                     0 => State::STOP,
                     _ => State::PATH_RECOVERED,
@@ -233,22 +237,22 @@ impl Paths {
             }
             Report::Restored { link } => {
                 let port = name(link.path);
-                tracing::info!(target: log::NET, "NET/IB : {port} {way} rank {peer} is ready again ({link})");
+                tracing::info!(target: log::NET, "NET/IB : {port} {direction} rank {peer} is ready again ({link})");
                 self.record(State::PATH_RESTORED, link.path, link.path, paths, 0);
             }
         }
     }
 
-    /// What is told of an end that waits for the network.
+    /// The stall of an end that waits for the network.
     pub(super) fn stall<R: Role>(&self, end: &End<R>) -> Stall {
         let path = end.active();
         let is_down = |view: PathView| view.link.path == path.link().path && !view.port_up;
         let why = match self.cause {
-            _ if end.path_views().any(is_down) => Why::PortDown,
-            _ if !end.is_recovering() => Why::Unanswered,
-            // On its way to a path that is good again, it has left none that failed.
-            None | Some((PathCause::Shared | PathCause::Peer | PathCause::Failback, _)) => Why::Told,
-            Some((cause, status)) => Why::Left(cause, status),
+            _ if end.path_views().any(is_down) => StallCause::PortDown,
+            _ if !end.is_recovering() => StallCause::Unanswered,
+            // A switch to a better path has left no failed one.
+            None | Some((PathCause::Shared | PathCause::Peer | PathCause::Failback, _)) => StallCause::Told,
+            Some((cause, status)) => StallCause::Left(cause, status),
         };
         let mut stall = Stall {
             why,
@@ -264,13 +268,13 @@ impl Paths {
         stall
     }
 
-    /// The connection has failed.
-    pub(super) fn given_up(&self, paths: &[Path]) {
+    /// Records that the connection has failed.
+    pub(super) fn record_failure(&self, paths: &[Path]) {
         self.record(State::ABORTED, self.active, self.active, paths, 0);
     }
 
     fn record(&self, state: State, from: u8, to: u8, paths: &[Path], bytes: u64) {
-        // Before its first operation a connection belongs to no communicator.
+        // A connection belongs to no communicator before its first operation.
         let Some(last) = &self.op else { return };
         let none = ProxyOp {
             op: 0,
@@ -293,9 +297,9 @@ impl Paths {
     }
 }
 
-/// One path for readers of the pages. Its times are by another clock, which is at `at` when `CLOCK_MONOTONIC` is at `now_ns`.
-fn path_view(known: &endpoint::PathSnapshot, path: &Path, at: Duration, now_ns: u64) -> ConnectionPath {
-    let endpoint::PathSnapshot {
+/// A path's part of the entry. The snapshot's clock is at `at` when `CLOCK_MONOTONIC` is at `now_ns`.
+fn path_entry(known: &PathSnapshot, path: &Path, at: Duration, now_ns: u64) -> ConnectionPath {
+    let PathSnapshot {
         view,
         health,
         recovered,
@@ -354,7 +358,7 @@ fn condition_of(state: PathState) -> PathCondition {
     }
 }
 
-/// The cause as records have it, and the completion's status if there was one.
+/// The cause for records, and the status of the completion, or 0.
 fn cause_of(cause: Cause) -> (PathCause, u8) {
     match cause {
         Cause::Port => (PathCause::Port, 0),

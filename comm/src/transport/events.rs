@@ -1,18 +1,17 @@
-//! Records of proxy operations, their steps, and what the progress thread does besides.
+//! Records of proxy operations, of their steps, and of the progress thread.
 
 use ringsight_records::{Carrier, Flags, Kind, Numbering, PathChange, Record, State};
 
-use super::ProxyOp;
-use crate::observe;
+use crate::{observe, op::ProxyOp};
 
-/// A record of this operation, if it is one of those that its description counts, and anybody wants such.
+/// Writes a record of this operation, if its description counts it and a reader wants records of this kind.
 fn write(op: &ProxyOp, kind: Kind, state: State, value: u64, bytes: u64) {
     write_with(op, (kind, Flags::NONE), state, value, bytes);
 }
 
-/// The same with flags of its own.
+/// As [`write`], with further flags.
 fn write_with(op: &ProxyOp, (kind, flags): (Kind, Flags), state: State, value: u64, bytes: u64) {
-    // Sparse kinds are told without being asked for.
+    // Sparse kinds are written whether or not a reader wants them.
     if !op.counted || (kind.probe().is_none() && !observe::wants(kind)) {
         return;
     }
@@ -36,7 +35,7 @@ fn write_with(op: &ProxyOp, (kind, flags): (Kind, Flags), state: State, value: u
     observe::emit(&record.with_flags(flags));
 }
 
-/// The operation itself: `bytes` is what it has transferred so far.
+/// A state of the operation, which has transferred `bytes` so far.
 pub(crate) fn op(op: &ProxyOp, state: State, bytes: u64) {
     write(
         op,
@@ -47,34 +46,34 @@ pub(crate) fn op(op: &ProxyOp, state: State, bytes: u64) {
     );
 }
 
-/// One of its steps: `bytes` is what the step has transferred so far.
+/// A state of one of its steps, which has transferred `bytes` so far.
 pub(crate) fn step(op: &ProxyOp, step: u32, state: State, bytes: usize) {
     write(op, Kind::ProxyStep, state, step.into(), bytes as u64);
 }
 
-/// What carries one of its steps, of `bytes` bytes.
+/// The carrier of one of its steps, of `bytes` bytes.
 pub(crate) fn carried(op: &ProxyOp, carrier: Carrier, state: State, bytes: usize) {
     write(op, Kind::NetPlugin, state, carrier.to_value(), bytes as u64);
 }
 
-/// The same over a connection that has several paths.
+/// As [`carried`], for a connection with several paths.
 pub(crate) fn carried_over(op: &ProxyOp, carrier: Carrier, is_backup: bool, state: State, bytes: usize) {
     let kind = (Kind::NetPlugin, Flags::BACKUP.when(is_backup));
     write_with(op, kind, state, carrier.to_value(), bytes as u64);
 }
 
-/// How the connection that it runs over numbers the work requests of its steps.
+/// How its connection numbers the work requests of its steps.
 pub(crate) fn numbered(op: &ProxyOp, numbering: Numbering) {
     let state = State::NET_PLUGIN_UPDATE;
     write(op, Kind::NetPlugin, state, numbering.to_value(), 0);
 }
 
-/// What has happened to the paths of the connection that it runs over; `bytes` are sent again.
+/// A change of its connection's paths; `bytes` are sent again.
 pub(crate) fn path(op: &ProxyOp, state: State, change: PathChange, bytes: u64) {
     write(op, Kind::Failover, state, change.to_value(), bytes);
 }
 
-/// The progress thread of `rank`: `appended` is how many operations it took over so far.
+/// A state of the progress thread of `rank`, which has taken over `appended` operations so far.
 pub(crate) fn control(rank: u32, state: State, appended: u64) {
     if observe::wants(Kind::ProxyCtrl) {
         observe::emit(&Record {
