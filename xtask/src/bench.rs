@@ -43,7 +43,6 @@ const LIVE_SECONDS: u32 = 10;
 /// If one cannot be built or run.
 pub fn run(options: &Options) -> Result<ExitCode> {
     let wanted = |name: &str| options.name.as_deref().is_none_or(|part| name.contains(part));
-    setup::ebpf_toolchain()?;
     let mut rows = Vec::new();
     for (package, target) in CRITERION {
         if wanted(target) || wanted(package) {

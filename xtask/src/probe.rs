@@ -8,14 +8,11 @@ use ringsight_testbed::{
     workspace::{cargo, target},
 };
 
-use crate::setup;
-
 /// Builds `ringsight` and runs it with `arguments`.
 ///
 /// # Errors
 /// If it cannot be built or started. Its own failure is the returned exit code.
 pub fn run(arguments: &[String]) -> Result<ExitCode> {
-    setup::ebpf_toolchain()?;
     process::run(cargo().args([
         "build",
         "--release",
