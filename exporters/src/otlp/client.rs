@@ -1,4 +1,4 @@
-//! One connection to one endpoint.
+//! One connection to one endpoint: made when it is needed, kept, and made anew when it broke.
 
 use std::io::Write as _;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use flate2::Compression;
 use flate2::write::GzEncoder;
-use http::header::{CONTENT_ENCODING, CONTENT_TYPE, HOST, TE, USER_AGENT};
+use http::header::{CONTENT_ENCODING, CONTENT_TYPE, HOST, USER_AGENT};
 use http::{HeaderMap, HeaderValue, Request, Response};
 use http_body_util::{BodyExt as _, Full, LengthLimitError, Limited};
 use hyper::body::Incoming;
@@ -18,6 +18,7 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::rustls::pki_types::ServerName;
 
 use super::config::{ConfigError, Endpoint, Protocol};
+use super::grpc;
 use super::response::{self, MAX_RESPONSE, Outcome};
 use super::tls;
 
@@ -33,11 +34,11 @@ pub(super) struct Client {
 
 enum Connection {
     Http1(http1::SendRequest<Full<Bytes>>),
-    Http2(http2::SendRequest<Full<Bytes>>),
+    Grpc(grpc::Connection),
 }
 
 /// Why an attempt brought no answer.
-enum Failure {
+pub(super) enum Failure {
     /// No connection.
     Connect(String),
     /// The connection broke.
@@ -52,32 +53,20 @@ impl Client {
         headers
             .entry(USER_AGENT)
             .or_insert(HeaderValue::from_static(AGENT));
-        let compressed = endpoint.gzip.then_some(HeaderValue::from_static("gzip"));
-        match endpoint.protocol {
-            Protocol::Grpc => {
-                headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
-                headers.insert(TE, HeaderValue::from_static("trailers"));
-                // gRPC counts a timeout in at most eight digits.
-                let timeout = format!("{}m", endpoint.timeout.as_millis().min(99_999_999));
-                headers.insert(
-                    "grpc-timeout",
-                    HeaderValue::try_from(timeout).expect("digits and a letter"),
-                );
-                headers.insert("grpc-accept-encoding", HeaderValue::from_static("identity,gzip"));
-                compressed.map(|gzip| headers.insert("grpc-encoding", gzip));
-            }
-            Protocol::HttpProtobuf => {
-                headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/x-protobuf"));
-                let host = endpoint
-                    .uri
-                    .authority()
-                    .map(http::uri::Authority::as_str)
-                    .unwrap_or_default();
-                headers.insert(
-                    HOST,
-                    HeaderValue::try_from(host).expect("an authority is visible ASCII"),
-                );
-                compressed.map(|gzip| headers.insert(CONTENT_ENCODING, gzip));
+        // tonic adds gRPC's own.
+        if endpoint.protocol == Protocol::HttpProtobuf {
+            headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/x-protobuf"));
+            let host = endpoint
+                .uri
+                .authority()
+                .map(http::uri::Authority::as_str)
+                .unwrap_or_default();
+            headers.insert(
+                HOST,
+                HeaderValue::try_from(host).expect("an authority is visible ASCII"),
+            );
+            if endpoint.gzip {
+                headers.insert(CONTENT_ENCODING, HeaderValue::from_static("gzip"));
             }
         }
         let tls = tls::connector(endpoint)?;
@@ -93,29 +82,14 @@ impl Client {
         &self.endpoint.base
     }
 
-    /// `message` as the body of a request: compressed and framed as the endpoint wants it.
+    /// `message` as the body of a request, compressed if the endpoint wants that. tonic frames and compresses gRPC's.
     pub(super) fn body(&self, message: Bytes) -> Bytes {
-        let gzip = self.endpoint.gzip;
-        let frame = match self.endpoint.protocol {
-            Protocol::Grpc => 5,
-            Protocol::HttpProtobuf if !gzip => return message,
-            Protocol::HttpProtobuf => 0,
-        };
-        let mut body = vec![0; frame];
-        if gzip {
-            let mut encoder = GzEncoder::new(body, Compression::fast());
-            let written = encoder.write_all(&message).and_then(|()| encoder.finish());
-            body = written.expect("writing to memory does not fail");
-        } else {
-            body.extend_from_slice(&message);
+        if self.endpoint.protocol == Protocol::Grpc || !self.endpoint.gzip {
+            return message;
         }
-        if frame > 0 {
-            // Requests are megabytes at most, far below the 4 GiB that gRPC's frame can tell.
-            let len = u32::try_from(body.len() - frame).expect("a request is below 4 GiB");
-            body[0] = u8::from(gzip);
-            body[1..frame].copy_from_slice(&len.to_be_bytes());
-        }
-        body.into()
+        let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
+        let written = encoder.write_all(&message).and_then(|()| encoder.finish());
+        written.expect("writing to memory does not fail").into()
     }
 
     /// Sends `body` and interprets the answer.
@@ -176,7 +150,7 @@ impl Client {
             self.connection = Some(self.connect().await?);
         }
         let broken = |error: hyper::Error| Failure::Broken(format!("connection broken: {}", chain(&error)));
-        let response = match &mut self.connection {
+        match &mut self.connection {
             Some(Connection::Http1(connection)) => {
                 connection.ready().await.map_err(broken)?;
                 let path = self
@@ -185,36 +159,16 @@ impl Client {
                     .path_and_query()
                     .map_or("/", |path| path.as_str());
                 let request = request(path, &self.headers, body);
-                connection.send_request(request).await.map_err(broken)?
+                let response = connection.send_request(request).await.map_err(broken)?;
+                read(response).await
             }
-            Some(Connection::Http2(connection)) => {
-                connection.ready().await.map_err(broken)?;
-                let request = request(&self.endpoint.uri.to_string(), &self.headers, body);
-                connection.send_request(request).await.map_err(broken)?
+            Some(Connection::Grpc(connection)) => {
+                connection
+                    .export(body.clone(), &self.headers, self.endpoint.timeout)
+                    .await
             }
             None => unreachable!("connected above"),
-        };
-        self.read(response).await
-    }
-
-    async fn read(&self, response: Response<Incoming>) -> Result<Outcome, Failure> {
-        let (head, body) = response.into_parts();
-        let body = Limited::new(body, MAX_RESPONSE)
-            .collect()
-            .await
-            .map_err(|error| {
-                if error.is::<LengthLimitError>() {
-                    Failure::TooLong
-                } else {
-                    Failure::Broken(format!("response cut short: {error}"))
-                }
-            })?;
-        let trailers = body.trailers().cloned();
-        let body = body.to_bytes();
-        Ok(match self.endpoint.protocol {
-            Protocol::Grpc => response::grpc(head.status, &head.headers, trailers.as_ref(), &body),
-            Protocol::HttpProtobuf => response::http(head.status, &head.headers, &body),
-        })
+        }
     }
 
     async fn connect(&self) -> Result<Connection, Failure> {
@@ -265,7 +219,8 @@ impl Client {
                 let (sender, connection) =
                     http2::handshake(TokioExecutor::new(), io).await.map_err(failed)?;
                 tokio::spawn(connection);
-                Ok(Connection::Http2(sender))
+                let connection = grpc::Connection::new(sender, &self.endpoint.uri, self.endpoint.gzip);
+                Ok(Connection::Grpc(connection))
             }
         }
     }
@@ -284,6 +239,21 @@ impl Client {
     }
 }
 
+async fn read(response: Response<Incoming>) -> Result<Outcome, Failure> {
+    let (head, body) = response.into_parts();
+    let body = Limited::new(body, MAX_RESPONSE)
+        .collect()
+        .await
+        .map_err(|error| {
+            if error.is::<LengthLimitError>() {
+                Failure::TooLong
+            } else {
+                Failure::Broken(format!("response cut short: {error}"))
+            }
+        })?;
+    Ok(response::http(head.status, &head.headers, &body.to_bytes()))
+}
+
 fn request(target: &str, headers: &HeaderMap, body: &Bytes) -> Request<Full<Bytes>> {
     let mut request = Request::post(target)
         .body(Full::new(body.clone()))
@@ -293,7 +263,7 @@ fn request(target: &str, headers: &HeaderMap, body: &Bytes) -> Request<Full<Byte
 }
 
 /// An error with its causes, which hyper's own text leaves out.
-fn chain(error: &dyn std::error::Error) -> String {
+pub(super) fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {

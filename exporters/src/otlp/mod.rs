@@ -6,6 +6,7 @@ mod client;
 mod config;
 pub mod encode;
 pub(crate) mod group;
+mod grpc;
 pub(crate) mod json;
 mod queue;
 mod response;

@@ -1,23 +1,19 @@
-//! What a server's answer means.
-
-mod grpc;
+//! What a server's answer means to the request, and how an answer over HTTP is read.
 
 use std::time::{Duration, SystemTime};
 
 use http::{HeaderMap, StatusCode};
 use prost::Message;
 
-pub(super) use grpc::grpc;
-
 /// Response bytes that are read; an export response is a few dozen.
 pub(super) const MAX_RESPONSE: usize = 1 << 20;
 /// Longest pause that a server may ask for; more would only overflow.
-const MAX_PAUSE: Duration = Duration::from_secs(3600);
+pub(super) const MAX_PAUSE: Duration = Duration::from_secs(3600);
 /// Characters of a server's own words that are kept.
 const MAX_TEXT: usize = 256;
 
 /// What became of a request.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
     /// Taken, but for `rejected` items.
     Accepted { rejected: u64, message: String },
@@ -41,7 +37,7 @@ impl Outcome {
         }
     }
 
-    fn refused(error: String) -> Self {
+    pub(super) fn refused(error: String) -> Self {
         Self::Refused {
             reason: "rejected",
             error,
@@ -66,22 +62,22 @@ struct PartialSuccess {
 
 /// `google.rpc.Status`.
 #[derive(Clone, PartialEq, Message)]
-struct RpcStatus {
+pub(super) struct RpcStatus {
     #[prost(int32, tag = "1")]
     code: i32,
     #[prost(string, tag = "2")]
     message: String,
     #[prost(message, repeated, tag = "3")]
-    details: Vec<Any>,
+    pub(super) details: Vec<Any>,
 }
 
 /// `google.protobuf.Any`.
 #[derive(Clone, PartialEq, Message)]
-struct Any {
+pub(super) struct Any {
     #[prost(string, tag = "1")]
-    type_url: String,
+    pub(super) type_url: String,
     #[prost(bytes = "vec", tag = "2")]
-    value: Vec<u8>,
+    pub(super) value: Vec<u8>,
 }
 
 /// Interprets an HTTP response.
@@ -125,7 +121,8 @@ pub(super) fn http(status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Outc
     }
 }
 
-fn accepted(body: &[u8]) -> Outcome {
+/// Interprets an encoded export response.
+pub(super) fn accepted(body: &[u8]) -> Outcome {
     match ExportResponse::decode(body) {
         Ok(response) => {
             let partial = response.partial_success.unwrap_or_default();
@@ -170,7 +167,7 @@ fn content_type(headers: &HeaderMap) -> &str {
 }
 
 /// `Retry-After`, in seconds or as a date.
-fn retry_after(headers: &HeaderMap) -> Option<Duration> {
+pub(super) fn retry_after(headers: &HeaderMap) -> Option<Duration> {
     let value = headers.get(http::header::RETRY_AFTER)?.to_str().ok()?.trim();
     let pause = match value.parse() {
         Ok(seconds) => Duration::from_secs(seconds),
@@ -183,7 +180,7 @@ fn retry_after(headers: &HeaderMap) -> Option<Duration> {
 }
 
 /// A server's words, made fit for one line of a terminal.
-fn text(raw: &str) -> String {
+pub(super) fn text(raw: &str) -> String {
     let line: String = raw
         .trim()
         .chars()
@@ -201,7 +198,7 @@ mod tests {
 
     use super::*;
 
-    pub(super) fn headers(pairs: &[(&'static str, &str)]) -> HeaderMap {
+    fn headers(pairs: &[(&'static str, &str)]) -> HeaderMap {
         pairs
             .iter()
             .map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap()))
