@@ -3,7 +3,8 @@
 
 use ringsight_records::Kind;
 
-use crate::pages::ByKind;
+/// Events by kind: indexed by [`Kind`]'s number.
+pub type ByKind = [u64; Kind::LIMIT];
 
 /// The account of one target.
 #[derive(Debug)]

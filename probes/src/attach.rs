@@ -132,7 +132,7 @@ impl Probes {
         let (Map::LruHashMap(pending), Map::LruHashMap(network_pending)) = (pending, network_pending) else {
             return Err(map_error("a map of calls under way has another type"));
         };
-        let multi = if force_perf_event || crate::site::kernel_version() < (6, 6) {
+        let multi = if force_perf_event || crate::kernel::version() < (6, 6) {
             None
         } else {
             Some(multi::Programs::new(OBJECT, &fds).map_err(map_error)?)

@@ -216,7 +216,7 @@ impl Unavailable {
             .collect();
         let mut remedy = Vec::new();
         if missing.is_empty() {
-            let (major, minor) = crate::site::kernel_version();
+            let (major, minor) = crate::kernel::version();
             if (major, minor) < (5, 15) {
                 remedy.push(format!(
                     "this kernel is {major}.{minor}, probes need 5.15 or newer"

@@ -1,12 +1,36 @@
 //! Finding a target's library, planning probe sites, attaching, and reading raw records.
 //!
 //! [`Session`] is the way in: it watches running processes and is a [`Source`] of [`Sample`]s. [`target`] and [`site`] answer
-//! "what would be probed, and what would it cost" without touching anything.
+//! "which sites would be probed, and at which cost" and touch nothing. [`look`](fn@look) reads a process's pages once.
+//!
+//! A target goes through these states, all moved by the thread that calls [`Session::poll`]:
+//!
+//! | state | entered by |
+//! |---|---|
+//! | attached | [`Session::attach`]: the ring is leased, then probes are placed, then what exists already becomes samples |
+//! | without a lease | another reader took the ring over; the session takes it back when it is free |
+//! | let go | [`Session::detach`], the end of the process, or `execve`; its last sample is [`Sample::Exited`] |
+//!
+//! Invariants:
+//! - A poll never waits.
+//! - A target's events are delivered, or counted as lost or missed; `account` holds the sums that prove it.
+//! - Nothing read from a target is trusted: sizes are bounded, offsets are checked, numbers may be anything.
+//!
+//! Modules, lowest first; imports go down only:
+//!
+//! | layer | modules |
+//! |---|---|
+//! | the kernel and files | `kernel`, `elf`, `version`, `multi` (the `uprobe_multi` link), `network` (sites in the kernel's RDMA stack) |
+//! | what a target is | `sample`, `error`, `signature`, `target`, `site`, `process` |
+//! | what carries events | `attach` (eBPF), `account`, `pages` (shared memory), `stats` |
+//! | one process | `watch`, `look` |
+//! | all processes | `session` |
 
 mod account;
 mod attach;
 pub mod elf;
 pub mod error;
+pub mod kernel;
 mod look;
 mod multi;
 pub mod network;
@@ -21,10 +45,10 @@ pub mod target;
 mod version;
 mod watch;
 
+pub use account::ByKind;
 pub use error::{AttachError, Unavailable};
 pub use look::{Look, look};
 pub use network::NetworkSample;
-pub use pages::ByKind;
 pub use sample::{Carrier, Sample, Source};
 pub use session::{Attached, NetworkScope, Options, Session, UseEbpf};
 pub use stats::{Counters, ProbeStats};

@@ -15,15 +15,14 @@ use ringsight_records::{
 };
 
 use crate::{
-    account::Base,
+    account::{Base, ByKind},
     error::AttachError,
     process::{innermost_pid, is_gone, now_ns, start_time},
     target::process_error,
-    watch::Seen,
 };
 
-/// Events by kind.
-pub type ByKind = [u64; Kind::LIMIT];
+/// What was read from each communicator slot: (id, start of its initialisation).
+pub(crate) type Seen = Vec<Option<(u64, u64)>>;
 
 /// Of a lease: before it nobody has read anything.
 const FIRST_TERM: u64 = 1;

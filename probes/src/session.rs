@@ -14,6 +14,7 @@ use ringsight_records::{Kind, VERSION, pages::Reader, probed::Tally};
 use crate::{
     attach::{Event, Probes},
     error::{AttachError, Unavailable},
+    kernel,
     network::{self, SiteState},
     pages::Mapped,
     process::{self, Program, now_ns},
@@ -161,7 +162,7 @@ impl Session {
         let kernel = if self.options.force_nop1 {
             (0, 0)
         } else {
-            site::kernel_version()
+            kernel::version()
         };
         let sites = site::plan(&library, kernel);
         let instrumented = library.flavour == Flavour::Instrumented;

@@ -3,8 +3,8 @@
 use ringsight_records::{Kind, probed::Tally};
 
 use crate::{
+    account::ByKind,
     attach::{CALL_BYTES, RECORD_BYTES},
-    pages::ByKind,
 };
 
 /// The target's own counters.

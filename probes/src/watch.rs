@@ -9,9 +9,9 @@ use ringsight_records::{
 };
 
 use crate::{
-    account::{Account, Base},
+    account::{Account, Base, ByKind},
     error::AttachError,
-    pages::{ByKind, Hold, Mapped, devices},
+    pages::{Hold, Mapped, Seen, devices},
     sample::{Carrier, HostCall, Sample},
     signature,
     stats::Counters,
@@ -381,9 +381,6 @@ impl Watched {
         self.pages.as_ref().map(|pages| Counters::new(pages.counters()))
     }
 }
-
-/// What was read from each communicator slot: (id, start of its initialisation).
-pub(crate) type Seen = Vec<Option<(u64, u64)>>;
 
 /// Hands a record on, after the communicator or description that it speaks of.
 fn deliver(

@@ -6,9 +6,7 @@ use std::{fs, process::Command, time::Duration};
 
 use common::{Reader, Target, by_probe, fixture_library, lost, poll, records, session, session_with};
 use ringsight_probes::{
-    AttachError, Carrier, Options, Sample, Session, Source as _, UseEbpf,
-    site::{kernel_version, plan},
-    target::find,
+    AttachError, Carrier, Options, Sample, Session, Source as _, UseEbpf, kernel, site::plan, target::find,
 };
 use ringsight_records::{Kind, pages::RING_SLOTS};
 
@@ -196,7 +194,7 @@ fn a_patched_library_is_planned_as_the_file_says() {
     assert_eq!(first.attach(targets[1].pid()).unwrap().sites, sites);
     assert_eq!(second.attach(targets[2].pid()).unwrap().sites, sites);
     assert_eq!(
-        plan(&find(targets[0].pid()).unwrap(), kernel_version()),
+        plan(&find(targets[0].pid()).unwrap(), kernel::version()),
         sites,
         "a look without attaching"
     );

@@ -2,7 +2,7 @@
 
 use ringsight_collector::resource;
 use ringsight_probes::{
-    Look,
+    Look, kernel,
     site::{self, Site},
     target::{self, Flavour, Library},
 };
@@ -20,7 +20,7 @@ pub(crate) fn run(pid: u32, json: bool) -> Exit {
             return Exit::Error;
         }
     };
-    let kernel = site::kernel_version();
+    let kernel = kernel::version();
     let sites = site::plan(&library, kernel);
     let Look {
         library_version,

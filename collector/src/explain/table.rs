@@ -5,7 +5,10 @@ use std::{
     path::Path,
 };
 
-use ringsight_records::ReduceOp;
+use ringsight_records::{
+    ReduceOp,
+    explain::{Explain, ExplainRow},
+};
 
 use super::{Operation, Terms};
 
@@ -22,37 +25,7 @@ pub struct Row {
     pub reason: String,
 }
 
-/// `ringsightExplain_t`.
-#[repr(C)]
-struct Asked {
-    size: usize,
-    function: *const c_char,
-    count: usize,
-    data_type: c_int,
-    op: c_int,
-    ranks: c_int,
-    channels: c_int,
-    slot_bytes: usize,
-    one_shot: c_int,
-    peers: c_int,
-    zero_cta: c_int,
-    window: c_int,
-}
-
-/// `ringsightExplainRow_t`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct RawRow {
-    algorithm: [u8; 16],
-    protocol: [u8; 16],
-    chosen: c_int,
-    channels: c_int,
-    reason: [u8; 128],
-}
-
-const _: () = assert!(size_of::<Asked>() == 64 && size_of::<RawRow>() == 168);
-
-type Explain = unsafe extern "C" fn(*const Asked, *mut RawRow, *mut c_int) -> c_int;
+type ExplainFunction = unsafe extern "C" fn(*const Explain, *mut ExplainRow, *mut c_int) -> c_int;
 type LastError = unsafe extern "C" fn(*const std::ffi::c_void) -> *const c_char;
 
 /// A library that tells of its table.
@@ -72,7 +45,7 @@ impl Table {
         // SAFETY: the caller's promise.
         let library = unsafe { libloading::Library::new(file) }.map_err(|error| error.to_string())?;
         // SAFETY: only whether it is there.
-        unsafe { library.get::<Explain>(b"ringsightExplain\0") }.map_err(|_| {
+        unsafe { library.get::<ExplainFunction>(b"ringsightExplain\0") }.map_err(|_| {
             format!(
                 "{} tells of no table: it is no libnccl.so.2 of ringsight, or an older one",
                 file.display()
@@ -97,8 +70,8 @@ impl Table {
         let number = |what: &str, value: u32| {
             c_int::try_from(value).map_err(|_| format!("{value} {what} are too many"))
         };
-        let asked = Asked {
-            size: size_of::<Asked>(),
+        let asked = Explain {
+            size: size_of::<Explain>(),
             function: name.as_ptr(),
             count: operation.count() as usize,
             data_type: operation.data_type.code().into(),
@@ -114,7 +87,7 @@ impl Table {
             zero_cta: terms.zero_cta.into(),
             window: in_window.map_or(-1, c_int::from),
         };
-        let empty = RawRow {
+        let empty = ExplainRow {
             algorithm: [0; 16],
             protocol: [0; 16],
             chosen: 0,
@@ -128,7 +101,7 @@ impl Table {
         unsafe {
             let explain = self
                 .library
-                .get::<Explain>(b"ringsightExplain\0")
+                .get::<ExplainFunction>(b"ringsightExplain\0")
                 .map_err(|error| error.to_string())?;
             if explain(&raw const asked, rows.as_mut_ptr(), &raw mut count) != 0 {
                 let reason = self.library.get::<LastError>(b"ncclGetLastError\0");

@@ -1,9 +1,10 @@
 //! `ringsightExplain`: how an operation would be done, and why not otherwise. The table that it tells of is the one that
 //! operations are planned by.
 
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{CStr, c_int};
 
 use ringsight_kernels::Scalar;
+pub use ringsight_records::explain::{Explain, ExplainRow};
 use ringsight_records::{Function, ReduceOp};
 
 use super::{
@@ -19,54 +20,6 @@ use crate::{
         table::explain,
     },
 };
-
-/// `ringsightExplain_t`.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub struct Explain {
-    /// `sizeof` this.
-    pub size: usize,
-    /// [`Function`] by name.
-    pub function: *const c_char,
-    /// Elements, as the function takes them.
-    pub count: usize,
-    /// `ncclDataType_t`.
-    pub data_type: c_int,
-    /// `ncclRedOp_t`.
-    pub op: c_int,
-    /// Ranks of the communicator.
-    pub ranks: c_int,
-    /// Its channels.
-    pub channels: c_int,
-    /// Bytes of a FIFO slot.
-    pub slot_bytes: usize,
-    /// See [`Asked::one_shot`].
-    pub one_shot: c_int,
-    /// See [`Asked::peers`].
-    pub peers: c_int,
-    /// Not 0: all ranks' `CTAPolicy` is zero.
-    pub zero_cta: c_int,
-    /// 1: the receive buffer is in a window that all ranks reach; -1: nobody knows.
-    pub window: c_int,
-}
-
-/// `ringsightExplainRow_t`: a row of the table, texts zero-padded.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub struct ExplainRow {
-    /// Algorithm's name.
-    pub algorithm: [u8; 16],
-    /// Protocol's name.
-    pub protocol: [u8; 16],
-    /// 1 if it is taken.
-    pub chosen: c_int,
-    /// Channels, if it is taken.
-    pub channels: c_int,
-    /// Why it is not taken; cut where it does not fit.
-    pub reason: [u8; 128],
-}
-
-const _: () = assert!(size_of::<Explain>() == 64 && size_of::<ExplainRow>() == 168);
 
 /// A text in a field that ends with a zero byte.
 fn field<const BYTES: usize>(text: &str) -> [u8; BYTES] {

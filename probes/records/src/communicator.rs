@@ -2,7 +2,7 @@
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use crate::vocabulary::NAME_BYTES;
+use crate::{text::text, vocabulary::NAME_BYTES};
 
 /// One communicator in the communicator table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,23 +68,6 @@ impl Communicator {
     pub fn apart(&self) -> &str {
         text(&self.apart)
     }
-}
-
-/// The UTF-8 text in a zero-padded field; empty if it is not UTF-8.
-#[must_use]
-pub fn text(bytes: &[u8]) -> &str {
-    let end = bytes.iter().position(|b| *b == 0).unwrap_or(bytes.len());
-    core::str::from_utf8(&bytes[..end]).unwrap_or_default()
-}
-
-/// Copies `text` into a zero-padded field, cut at a character boundary.
-pub fn put_text(field: &mut [u8], text: &str) {
-    field.fill(0);
-    let mut end = text.len().min(field.len());
-    while !text.is_char_boundary(end) {
-        end -= 1;
-    }
-    field[..end].copy_from_slice(&text.as_bytes()[..end]);
 }
 
 const COMM_WORDS: usize = size_of::<Communicator>() / 8;

@@ -2,7 +2,7 @@
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
-use crate::{pages::text, sequence::SequenceLock};
+use crate::{sequence::SequenceLock, text::text};
 
 /// Most paths of a connection.
 pub const PATHS: usize = 4;
@@ -235,7 +235,7 @@ impl ConnectionSlot {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::pages::put_text;
+    use crate::text::put_text;
 
     #[test]
     fn codes_have_their_names() {

@@ -3,6 +3,17 @@
 //!
 //! The communication library writes these; the collector reads them out of a *running* process, possibly of another
 //! version. So every struct is `#[repr(C)]`, its size is asserted, and a change of meaning raises [`VERSION`].
+//!
+//! Modules, lowest first; imports go down only:
+//!
+//! | layer | modules |
+//! |---|---|
+//! | words | `vocabulary`, `text`, `sequence` (the lock of a slot), `carrier`, `failover`, `prefetch` |
+//! | events | `record`, `network`, `probed` (what eBPF programs share with their loader), `ring` |
+//! | entries of the pages | `clock`, `communicator`, `connection`, `description`, `lease`, `proxies`, `verdicts`, `waits` |
+//! | the pages | `pages` |
+//!
+//! `explain` stands alone: arguments of a call into the library.
 #![no_std]
 
 mod carrier;
@@ -15,6 +26,8 @@ mod communicator;
 pub mod connection;
 #[cfg(not(target_arch = "bpf"))]
 pub mod description;
+#[cfg(not(target_arch = "bpf"))]
+pub mod explain;
 mod failover;
 #[cfg(not(target_arch = "bpf"))]
 mod lease;
@@ -31,6 +44,8 @@ pub mod record;
 pub mod ring;
 #[cfg(not(target_arch = "bpf"))]
 mod sequence;
+#[cfg(not(target_arch = "bpf"))]
+mod text;
 #[cfg(not(target_arch = "bpf"))]
 pub mod verdicts;
 pub mod vocabulary;

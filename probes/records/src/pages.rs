@@ -20,8 +20,9 @@ use crate::{
 };
 
 pub use crate::{
-    communicator::{APART_BYTES, CommSlot, Communicator, put_text, text},
+    communicator::{APART_BYTES, CommSlot, Communicator},
     lease::{Holder, LEASE_NS, Lease, Reader},
+    text::{put_text, text},
 };
 
 /// Name of the memfd: its link in `/proc/<pid>/fd` reads `/memfd:ringsight-pages (deleted)`.

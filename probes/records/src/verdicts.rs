@@ -2,7 +2,7 @@
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
-use crate::{Cause, connection::DEVICE_NAME_BYTES, pages::text, sequence::SequenceLock};
+use crate::{Cause, connection::DEVICE_NAME_BYTES, sequence::SequenceLock, text::text};
 
 /// One verdict on an operation of one rank; 136 bytes. Times are `CLOCK_MONOTONIC` nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

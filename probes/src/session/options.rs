@@ -31,8 +31,9 @@ pub enum NetworkScope {
 pub struct Options {
     /// Whether to attach eBPF probes.
     pub use_ebpf: UseEbpf,
-    /// Dense kinds to arm the ring with, as a mask of [`Kind::bit`]. Each record is a slot that the job's thread writes: by default those that
-    /// descriptions do without ([`Kind::DESCRIBED`]) are left out.
+    /// Dense kinds to arm the ring with, as a mask of [`Kind::bit`]. The job's threads write each record, so the default asks for what
+    /// the collector reads: not for the kinds that descriptions replace ([`Kind::DESCRIBED`]), and not for
+    /// [`Kind::ProxyCtrl`], which tells of a progress thread and of no operation.
     pub dense: u64,
     /// Whether to probe the kernel's RDMA stack.
     pub network: NetworkScope,
@@ -46,7 +47,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             use_ebpf: UseEbpf::Auto,
-            dense: Kind::DENSE & !Kind::DESCRIBED,
+            dense: Kind::DENSE & !Kind::DESCRIBED & !Kind::ProxyCtrl.bit(),
             network: NetworkScope::default(),
             force_perf_event: false,
             force_nop1: false,
