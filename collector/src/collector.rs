@@ -350,12 +350,12 @@ impl Collector {
     fn emit(&mut self) {
         let mut ready = std::mem::take(&mut self.ready);
         for mut instance in ready.drain(..) {
-            let verdict = self.maker.judge(&instance);
+            let summary = self.maker.summarize(&instance);
             let spans = &mut self.batch.spans;
             let trace_id = self
                 .maker
-                .instance(&instance, &verdict, &self.communicators, &self.clock, spans);
-            let synchronises = verdict.function.is_some_and(Function::synchronises);
+                .instance(&instance, &summary, &self.communicators, &self.clock, spans);
+            let synchronises = summary.function.is_some_and(Function::synchronises);
             let arrivals: Vec<u64> = instance.parts.iter().map(|part| part.device.0).collect();
             let ended = |part: &RankOperation| part.cut_ns == 0;
             for (at, part) in instance.parts.iter().enumerate().filter(|(_, part)| ended(part)) {
@@ -365,13 +365,13 @@ impl Collector {
                     let lag = (synchronises && arrivals.len() > 1 && !arrivals.contains(&0))
                         .then(|| lag::lag_of(&arrivals, at, &mut self.scratch));
                     self.metrics
-                        .observe(part, &member.resource, verdict.bus_bandwidth, lag);
+                        .observe(part, &member.resource, summary.bus_bandwidth, lag);
                 }
             }
             if !instance.late && instance.parts.iter().any(|part| ended(part)) {
                 let operation =
                     self.maker
-                        .operation(&instance, &verdict, trace_id, &self.communicators, &self.clock);
+                        .operation(&instance, &summary, trace_id, &self.communicators, &self.clock);
                 self.log.add(&operation);
                 self.batch.operations.push(operation);
             }

@@ -1,11 +1,26 @@
-//! Turning raw records into operations, spans, metrics and verdicts.
+//! Turning raw records into operations, spans, metrics and verdict views.
 //!
 //! ```text
 //! Sample ── correlate ──> RankOperation ── instances ──> Instance ── spans ──> Batch
 //!           one rank                       across ranks    lag, metrics
 //! ```
-//! [`Collector`] is the whole line; everything under it is driven by samples and a clock reading that is passed in, so
-//! that a recorded run gives the same spans as a live one.
+//! [`Collector`] is the whole line. Samples and clock readings are its arguments: it reads no clock and starts no thread, so a
+//! recorded run gives the same spans as a live one. The command `ringsight` (`src/cli`) drives it from one thread.
+//!
+//! Invariants:
+//! - Every id is a hash of what all ranks know ([`identity`]), so collectors on several hosts make parts of one trace.
+//! - An operation that lacks a lost record is marked: its span says `ccl.complete = false`.
+//! - Memory is bounded: tables of what is in flight have limits, and what exceeds them is sent incomplete.
+//!
+//! Modules, lowest first; imports go down only:
+//!
+//! | layer | modules |
+//! |---|---|
+//! | identity and time | `identity`, `clock`, `lag`, `resource` |
+//! | records to operations | `correlate`, `awaited` (who waits for whom) |
+//! | operations to telemetry | `spans`, `metrics`, `network` (the kernel's RDMA stack, failovers), `summary` |
+//! | the line | `collector` |
+//! | beside it, for commands and tests | `explain`, `snapshot`, `synthetic` |
 
 mod awaited;
 pub mod clock;

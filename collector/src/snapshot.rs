@@ -13,7 +13,7 @@ use ringsight_records::{
 
 pub use connections::{End, Path};
 pub use proxies::Proxy;
-pub use verdicts::{HeldUp, Verdict, verdicts};
+pub use verdicts::{HeldUp, VerdictView, verdicts};
 
 /// What was read of one process.
 #[derive(Clone, Debug, Default)]

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, fmt::Write as _, io, path::Path, time::SystemTime};
 
 use ringsight_collector::snapshot::{
-    Group, Operation, Part, Place, Process, Verdict, take, verdicts as said,
+    Group, Operation, Part, Place, Process, VerdictView, take, verdicts as said,
 };
 use ringsight_dump::{Form, Moment};
 use ringsight_probes::{look, process, target};
@@ -171,7 +171,7 @@ fn line(part: &Part) -> String {
     format!("rank {} (process {}{stopped}): {place}", part.rank, part.pid)
 }
 
-fn to_text(processes: &[Process], groups: &[Group], said: &[Verdict]) -> String {
+fn to_text(processes: &[Process], groups: &[Group], said: &[VerdictView]) -> String {
     let mut text = String::new();
     // Writing to a string does not fail.
     for group in groups {
@@ -226,7 +226,7 @@ fn list(ranks: &[u32]) -> String {
     ranks.join(", ")
 }
 
-fn to_json(processes: &[Process], groups: &[Group], said: &[Verdict]) -> Value {
+fn to_json(processes: &[Process], groups: &[Group], said: &[VerdictView]) -> Value {
     let part = |part: &Part| {
         let (place, ns) = match part.place {
             Place::NotLaunched { idle_ns } => ("not_launched", idle_ns),

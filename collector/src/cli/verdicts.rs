@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use ringsight_collector::snapshot::{HeldUp, Proxy, Verdict};
+use ringsight_collector::snapshot::{HeldUp, Proxy, VerdictView};
 use ringsight_records::{Function, verdicts::Nic};
 use serde_json::{Value, json};
 
@@ -61,7 +61,7 @@ pub(super) fn proxy_json(proxy: &Proxy) -> Value {
 }
 
 /// Writes the verdicts, in their order.
-pub(super) fn write(text: &mut String, verdicts: &[Verdict]) {
+pub(super) fn write(text: &mut String, verdicts: &[VerdictView]) {
     for verdict in verdicts {
         let cause = verdict.cause.map_or("unknown cause", |cause| cause.name());
         let words = match verdict.cause {
@@ -112,7 +112,7 @@ pub(super) fn write(text: &mut String, verdicts: &[Verdict]) {
     }
 }
 
-pub(super) fn to_json(verdict: &Verdict) -> Value {
+pub(super) fn to_json(verdict: &VerdictView) -> Value {
     let held_up = |held: &HeldUp| {
         json!({
             "communicator": format!("{:016x}", held.communicator),

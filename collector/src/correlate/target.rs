@@ -223,6 +223,7 @@ impl Target {
                     self.destroyed.push((record.time_ns, record.op));
                 }
             }
+            // Communicators and failovers are taken elsewhere. `ProxyCtrl` is of no operation: sessions do not ask for it.
             Kind::CommInit | Kind::CommDestroy | Kind::ProxyCtrl | Kind::Failover => {}
             Kind::Coll
             | Kind::P2p

@@ -4,6 +4,7 @@
 
 mod incident;
 mod moments;
+mod place;
 mod spans;
 
 use std::{
@@ -15,8 +16,9 @@ use ringsight_exporters::model::{Attribute, Metric, MetricData, Resource, SpanId
 use ringsight_records::{Flags, PathCause, PathChange, Record, State};
 
 use self::{
-    incident::{Incident, Left, Place},
+    incident::{Incident, Left},
     moments::{Moment, Moments},
+    place::Place,
     spans::{failover_log, failover_span},
 };
 use super::{Network, Output, ports::Ports};

@@ -4,9 +4,9 @@ use ringsight_records::{Cause, Flags, Function, verdicts::Nic};
 
 use super::{Process, pair};
 
-/// A verdict on an operation of one rank. Times are nanoseconds until the moment of the snapshot.
+/// A watchdog's verdict as a snapshot shows it. Times are nanoseconds until the moment of the snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Verdict {
+pub struct VerdictView {
     /// Process that gave it.
     pub pid: u32,
     /// Communicator, which may be gone.
@@ -58,7 +58,7 @@ pub struct HeldUp {
 
 /// The verdicts of processes that were read at `now` (`CLOCK_MONOTONIC` nanoseconds), the oldest first.
 #[must_use]
-pub fn verdicts(processes: &[Process], now: u64) -> Vec<Verdict> {
+pub fn verdicts(processes: &[Process], now: u64) -> Vec<VerdictView> {
     let mut verdicts = Vec::new();
     for process in processes {
         for given in &process.verdicts {
@@ -66,7 +66,7 @@ pub fn verdicts(processes: &[Process], now: u64) -> Vec<Verdict> {
                 .operations
                 .iter()
                 .find(|known| (known.op, known.comm) == (given.op, given.comm));
-            verdicts.push(Verdict {
+            verdicts.push(VerdictView {
                 pid: process.pid,
                 communicator: given.comm,
                 rank: given.rank,

@@ -2,6 +2,7 @@
 //!
 //! A span's children lie inside it: where records of different origin disagree by a little, the parent is stretched.
 
+mod links;
 mod names;
 mod process;
 mod rank;
@@ -52,9 +53,9 @@ impl SpanCounts {
     }
 }
 
-/// What an instance's parts say together.
+/// What the parts of an instance, one for each rank, say together.
 #[derive(Clone, Debug)]
-pub struct Verdict {
+pub struct InstanceSummary {
     /// Its function, if any part knows.
     pub function: Option<Function>,
     /// The late rank.
@@ -145,7 +146,7 @@ impl SpanMaker {
     }
 
     /// Lag and bandwidth of an instance.
-    pub fn judge(&mut self, instance: &Instance) -> Verdict {
+    pub fn summarize(&mut self, instance: &Instance) -> InstanceSummary {
         let function = instance.parts.iter().find_map(|part| part.function());
         self.arrivals.clear();
         let started = instance.parts.iter().filter(|part| part.device.0 != 0);
@@ -174,7 +175,7 @@ impl SpanMaker {
             _ => None,
         };
         let complete = instance.whole && !instance.late && instance.parts.iter().all(|part| part.complete);
-        Verdict {
+        InstanceSummary {
             function,
             culprit,
             bus_bandwidth,
@@ -190,7 +191,7 @@ impl SpanMaker {
     pub fn instance(
         &mut self,
         instance: &Instance,
-        verdict: &Verdict,
+        summary: &InstanceSummary,
         communicators: &Communicators,
         clock: &Clock,
         spans: &mut Vec<Span>,
@@ -200,7 +201,7 @@ impl SpanMaker {
         let communicator = communicators.get(instance.key.comm);
         // The lag of a part is against the other parts' arrivals; `judge` left those in `self.arrivals`.
         let starts: Vec<u64> = self.arrivals.iter().map(|(_, arrival)| *arrival).collect();
-        let synchronises = starts.len() > 1 && verdict.function.is_some_and(Function::synchronises);
+        let synchronises = starts.len() > 1 && summary.function.is_some_and(Function::synchronises);
         let mut union = Range::EMPTY;
         let mut arrival = 0;
         for part in &instance.parts {
@@ -223,7 +224,7 @@ impl SpanMaker {
                 lag_ns,
                 fallback: &self.fallback,
             };
-            union.hold_range(made.spans(&ids, verdict.function, spans, &mut self.counts));
+            union.hold_range(made.spans(&ids, summary.function, spans, &mut self.counts));
         }
         let root = match instance.root_part() {
             Some(part) => Some((
@@ -242,10 +243,10 @@ impl SpanMaker {
                 trace_id,
                 span_id: root_id,
                 parent_span_id: None,
-                name: names::operation(verdict.function, instance.key.kind),
+                name: names::operation(summary.function, instance.key.kind),
                 start_unix_ns: clock.unix_ns(union.start),
                 end_unix_ns: clock.unix_ns(union.end),
-                attributes: root_attributes(instance, verdict, communicator, watched, clock),
+                attributes: root_attributes(instance, summary, communicator, watched, clock),
                 events: Vec::new(),
                 links: Vec::new(),
                 error: None,
@@ -273,7 +274,7 @@ impl SpanMaker {
     pub fn operation(
         &self,
         instance: &Instance,
-        verdict: &Verdict,
+        summary: &InstanceSummary,
         trace_id: TraceId,
         communicators: &Communicators,
         clock: &Clock,
@@ -294,7 +295,7 @@ impl SpanMaker {
         });
         Operation {
             trace_id,
-            name: names::operation(verdict.function, instance.key.kind),
+            name: names::operation(summary.function, instance.key.kind),
             communicator: instance.key.comm,
             communicator_name: communicator
                 .map_or_else(|| "".into(), |communicator| communicator.name.clone()),
@@ -314,8 +315,8 @@ impl SpanMaker {
                 .and_then(|d| Algorithm::from_code(d.algorithm))
                 .map_or("", Algorithm::name),
             by_rank: by_rank.collect(),
-            culprit: verdict.culprit.clone(),
-            complete: verdict.complete,
+            culprit: summary.culprit.clone(),
+            complete: summary.complete,
         }
     }
 }
@@ -399,7 +400,7 @@ fn stand_in(instance: &Instance, communicator: &Communicator) -> Option<(u32, Ar
 
 fn root_attributes(
     instance: &Instance,
-    verdict: &Verdict,
+    summary: &InstanceSummary,
     communicator: Option<&Communicator>,
     watched: &Watched,
     clock: &Clock,
@@ -411,7 +412,7 @@ fn root_attributes(
     attributes.push(("ccl.system.version", Value::Text(watched.version.clone())));
     attributes.push((
         "ccl.operation.name",
-        Value::Static(names::operation(verdict.function, key.kind)),
+        Value::Static(names::operation(summary.function, key.kind)),
     ));
     attributes.push(("ccl.operation.sequence", int(key.seq)));
     attributes.push((
@@ -448,14 +449,14 @@ fn root_attributes(
     }
     attributes.push(("ccl.timing.source", Value::Static("device")));
     attributes.push(("ccl.clock.uncertainty", seconds(clock.uncertainty_ns())));
-    if let Some(culprit) = &verdict.culprit {
+    if let Some(culprit) = &summary.culprit {
         attributes.push(("ccl.straggler.rank", Value::Int(i64::from(culprit.rank))));
         attributes.push(("ccl.straggler.lag", seconds(culprit.lag_ns)));
     }
-    if let Some(bandwidth) = verdict.bus_bandwidth {
+    if let Some(bandwidth) = summary.bus_bandwidth {
         attributes.push(("ccl.operation.bus_bandwidth", Value::Double(bandwidth)));
     }
-    attributes.push(("ccl.complete", Value::Bool(verdict.complete)));
+    attributes.push(("ccl.complete", Value::Bool(summary.complete)));
     attributes
 }
 

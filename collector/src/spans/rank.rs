@@ -6,8 +6,9 @@ use ringsight_exporters::model::{Attribute, Resource, Span, SpanEvent, SpanId, S
 use ringsight_records::{Function, Numbering};
 
 use super::{
-    Range, SpanCounts, bytes_of, group_key, int, link, names, port_attributes, resource_of, seconds, send_of,
-    verdict,
+    Range, SpanCounts, bytes_of, group_key, int, link,
+    links::{awaited_link, elsewhere, instead_link},
+    names, port_attributes, resource_of, seconds, send_of, verdict,
 };
 use crate::{
     clock::Clock,
@@ -389,24 +390,6 @@ impl Part<'_> {
         events.sort_by_key(|event| event.unix_ns);
         events
     }
-}
-
-/// To the part of the same operation of a rank that one waits for whose data go this way.
-pub(super) fn awaited_link(trace_id: TraceId, rank: u32, direction: Direction) -> SpanLink {
-    let awaited = SpanKey::rank(Role::Rank, rank, direction.opposite());
-    link(trace_id, awaited.span_id(&trace_id), "awaited")
-}
-
-/// To what a rank is in, or was in last, that others wait for elsewhere.
-pub(super) fn instead_link(instead: &Whereabouts, scope: &Scope) -> SpanLink {
-    elsewhere(instead, scope, if instead.over { "last" } else { "held_up" })
-}
-
-/// To a rank's part of any operation.
-fn elsewhere(place: &Whereabouts, scope: &Scope, kind: &'static str) -> SpanLink {
-    let trace_id = place.key.trace_id(scope);
-    let span = SpanKey::rank(Role::Rank, place.rank, place.direction);
-    link(trace_id, span.span_id(&trace_id), kind)
 }
 
 fn timing_source(by_device: bool) -> Attribute {

@@ -6,9 +6,9 @@ use ringsight_exporters::model::{Attribute, LogRecord, Severity, Span, SpanEvent
 use ringsight_records::{Algorithm, DataType, Description, Protocol, ReduceOp};
 
 use super::{
-    SpanMaker, bytes_of, int, names,
-    rank::{awaited_link, instead_link},
-    resource_of, seconds, shape_attributes,
+    SpanMaker, bytes_of, int,
+    links::{awaited_link, instead_link},
+    names, resource_of, seconds, shape_attributes,
 };
 use crate::{
     clock::Clock,

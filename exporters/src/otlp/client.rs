@@ -19,7 +19,7 @@ use tokio_rustls::rustls::pki_types::ServerName;
 
 use super::config::{ConfigError, Endpoint, Protocol};
 use super::grpc;
-use super::response::{self, MAX_RESPONSE, Outcome};
+use super::response::{self, Failure, MAX_RESPONSE, Outcome, chain};
 use super::tls;
 
 const AGENT: &str = concat!("ringsight/", env!("CARGO_PKG_VERSION"));
@@ -35,16 +35,6 @@ pub(super) struct Client {
 enum Connection {
     Http1(http1::SendRequest<Full<Bytes>>),
     Grpc(grpc::Connection),
-}
-
-/// Why an attempt brought no answer.
-pub(super) enum Failure {
-    /// No connection.
-    Connect(String),
-    /// The connection broke.
-    Broken(String),
-    /// The answer is longer than any export response.
-    TooLong,
 }
 
 impl Client {
@@ -260,20 +250,6 @@ fn request(target: &str, headers: &HeaderMap, body: &Bytes) -> Request<Full<Byte
         .expect("the target came from a valid URI");
     *request.headers_mut() = headers.clone();
     request
-}
-
-/// An error with its causes, which hyper's own text leaves out.
-pub(super) fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        if !text.contains(&cause_text) {
-            text = format!("{text}: {cause_text}");
-        }
-        source = cause.source();
-    }
-    text
 }
 
 /// A duration for messages.

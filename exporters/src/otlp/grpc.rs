@@ -32,8 +32,7 @@ use tonic::codec::{Codec, CompressionEncoding, DecodeBuf, Decoder, EncodeBuf, En
 use tonic::metadata::MetadataMap;
 use tonic::{Code, Status};
 
-use super::client::{Failure, chain};
-use super::response::{self, MAX_PAUSE, MAX_RESPONSE, Outcome, RpcStatus, text};
+use super::response::{self, Failure, MAX_PAUSE, MAX_RESPONSE, Outcome, RpcStatus, chain, text};
 
 const DETAILS: &str = "grpc-status-details-bin";
 

@@ -10,7 +10,7 @@ use crate::model::{ExportStats, Signal, Tally};
 
 /// Shared by the exporter and its worker.
 pub(super) struct Queue {
-    state: Mutex<State>,
+    state: Mutex<Waiting>,
     /// Told when a signal's queue gets something, or when the queue closes.
     wake: [Notify; Signal::COUNT],
     limit: usize,
@@ -18,8 +18,8 @@ pub(super) struct Queue {
 }
 
 #[derive(Default)]
-struct State {
-    waiting: [VecDeque<Request>; Signal::COUNT],
+struct Waiting {
+    requests: [VecDeque<Request>; Signal::COUNT],
     /// Bytes of the requests waiting and being sent.
     bytes: usize,
     closed: bool,
@@ -31,7 +31,7 @@ struct Request {
     items: usize,
 }
 
-impl State {
+impl Waiting {
     fn drop_items(&mut self, signal: Signal, reason: &'static str, items: usize) {
         self.stats[signal].drop_items(reason, items as u64);
     }
@@ -47,7 +47,7 @@ impl Queue {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, Waiting> {
         // Every update is whole at every point where it could panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -61,7 +61,7 @@ impl Queue {
             return;
         }
         state.bytes += message.len();
-        state.waiting[signal as usize].push_back(Request { message, items });
+        state.requests[signal as usize].push_back(Request { message, items });
         drop(state);
         self.wake[signal as usize].notify_one();
     }
@@ -85,7 +85,7 @@ impl Queue {
         let mut state = self.state();
         state.closed = true;
         for signal in Signal::ALL {
-            for request in std::mem::take(&mut state.waiting[signal as usize]) {
+            for request in std::mem::take(&mut state.requests[signal as usize]) {
                 state.bytes -= request.message.len();
                 state.drop_items(signal, "shutdown", request.items);
             }
@@ -97,7 +97,8 @@ impl Queue {
         loop {
             {
                 let mut state = self.state();
-                if let Some((message, items)) = merge(&mut state.waiting[signal as usize], self.request_bytes)
+                if let Some((message, items)) =
+                    merge(&mut state.requests[signal as usize], self.request_bytes)
                 {
                     return Some(Work {
                         queue: Arc::clone(self),

@@ -45,6 +45,16 @@ impl Outcome {
     }
 }
 
+/// Why an attempt brought no answer.
+pub(super) enum Failure {
+    /// No connection.
+    Connect(String),
+    /// The connection broke.
+    Broken(String),
+    /// The answer is longer than any export response.
+    TooLong,
+}
+
 /// `ExportTraceServiceResponse` and those of the other signals, which are alike.
 #[derive(Clone, PartialEq, Message)]
 struct ExportResponse {
@@ -177,6 +187,20 @@ pub(super) fn retry_after(headers: &HeaderMap) -> Option<Duration> {
             .unwrap_or_default(),
     };
     Some(pause.min(MAX_PAUSE))
+}
+
+/// An error with its causes, which hyper's own text leaves out.
+pub(super) fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text = format!("{text}: {cause_text}");
+        }
+        source = cause.source();
+    }
+    text
 }
 
 /// A server's words, made fit for one line of a terminal.

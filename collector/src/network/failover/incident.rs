@@ -8,11 +8,12 @@ use ringsight_records::{PathCause, PathChange, State};
 use super::{
     Connection, Failover, cause_name,
     moments::{Moment, Moments},
+    place::{Place, root},
     spans::{delayed_link, moment_attributes, moment_name},
 };
 use crate::{
     correlate::communicators::Communicators,
-    identity::{InstanceKey, Role, SpanKey, TraceKind},
+    identity::{InstanceKey, Role, TraceKind},
     network::{
         Output,
         ports::{NOTICED_NS, Outage, Ports},
@@ -60,35 +61,6 @@ impl Left {
             .map_or(Self::Port(pid, change.port), |device| {
                 Self::Device(Arc::clone(device), number)
             })
-    }
-}
-
-/// A failure's root.
-fn root(trace_id: &TraceId) -> SpanId {
-    SpanKey::of(Role::PortFailover).span_id(trace_id)
-}
-
-/// Where a connection's failover stands in the trace.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Place {
-    pub(super) trace_id: TraceId,
-    /// Counts the connections.
-    index: u32,
-}
-
-impl Place {
-    /// The port's span.
-    pub(super) fn root(&self) -> SpanId {
-        root(&self.trace_id)
-    }
-
-    /// One of the connection's.
-    pub(super) fn span_id(&self, role: Role) -> SpanId {
-        let key = SpanKey {
-            index: self.index,
-            ..SpanKey::of(role)
-        };
-        key.span_id(&self.trace_id)
     }
 }
 

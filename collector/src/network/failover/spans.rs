@@ -3,7 +3,7 @@
 use ringsight_exporters::model::{Attribute, LogRecord, Severity, Span, SpanEvent, SpanLink, Value};
 use ringsight_records::{PathCause, State};
 
-use super::{Connection, Delayed, Failover, cause_name, incident::Place, moments::Moment};
+use super::{Connection, Delayed, Failover, cause_name, moments::Moment, place::Place};
 use crate::{
     correlate::communicators::Communicators,
     identity::{Direction, InstanceKey, Role, SpanKey, TraceKind},
