@@ -40,7 +40,7 @@ impl Journal {
     /// What the kernel does; one at a time.
     pub(super) fn append(&self, word: u64) {
         let count = self.words()[0].load(Ordering::Relaxed);
-        // Release, both: see `kernels/cuda/append.cuh`.
+        // Release, both: see `kernels/cuda/journal.cuh`.
         self.slot(count).store(word, Ordering::Release);
         self.words()[0].store(count + 1, Ordering::Release);
     }

@@ -149,7 +149,6 @@ pub(super) fn launch(work: &Work, call: PeerCall, peers: &PeerMemory) -> PeerLau
         arguments: PeerArguments::Collective(arguments),
         blocks: blocks as u32,
         threads: threads(warps),
-        copy_phase: None,
     }
 }
 

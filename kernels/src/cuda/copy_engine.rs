@@ -10,9 +10,8 @@ use super::{
     layout::{CopyEngineCall, PeerCall},
     peer_launch::{PeerArguments, PeerLaunch, SERVICE_THREADS},
     peer_memory::MAX_PEERS,
-    tiles::Tiles,
 };
-use crate::launch::{Window, Work};
+use crate::launch::Work;
 
 /// Names of the kernels by number (`RINGSIGHT_COPY_ENGINE_KERNELS` in `cuda/copy_engine.cuh`): entry, exit, barrier.
 pub const KERNELS: [&CStr; 3] = [
@@ -20,6 +19,11 @@ pub const KERNELS: [&CStr; 3] = [
     c"ringsight_ce_exit",
     c"ringsight_ce_barrier",
 ];
+
+/// Number of the entry kernel.
+pub(super) const ENTRY: usize = 0;
+/// Number of the barrier kernel.
+pub(super) const BARRIER: usize = 2;
 
 /// Threads of these kernels' one block: the service warp.
 pub const COPY_ENGINE_THREADS: u32 = SERVICE_THREADS;
@@ -33,19 +37,6 @@ pub struct Transfer {
     pub from: u64,
     /// Length in bytes.
     pub bytes: u64,
-}
-
-/// What runs between the entry and the exit kernel.
-#[derive(Clone, Debug)]
-#[expect(
-    clippy::large_enum_variant,
-    reason = "it lives on the stack of the launching call; the frequent variant must not allocate"
-)]
-pub enum CopyPhase {
-    /// Only copies.
-    Copies(Copies),
-    /// A reduction by tiles.
-    Tiles(Box<Tiles>),
 }
 
 /// The copies of one collective, or of one tile.
@@ -70,20 +61,6 @@ impl Copies {
     }
 }
 
-/// The launch of a collective whose buffer begins at byte `offset` of a window. The caller sets where it reports to. `None` if no kernel
-/// does its reduction.
-pub(super) fn launch(work: &Work, call: PeerCall, window: &Window, offset: u64) -> Option<PeerLaunch> {
-    let copy_phase = if work.function.reduces() {
-        CopyPhase::Tiles(Box::new(Tiles::new(work, call, window, offset)?))
-    } else {
-        CopyPhase::Copies(copies(work, call, &window.addresses, offset))
-    };
-    Some(PeerLaunch {
-        copy_phase: Some(copy_phase),
-        ..kernel_launch(call, 0, 0)
-    })
-}
-
 /// The launch of kernel number `kernel` of [`KERNELS`]. `barrier`: which barrier of the operation, for a barrier kernel.
 pub(super) fn kernel_launch(call: PeerCall, kernel: usize, barrier: u32) -> PeerLaunch {
     PeerLaunch {
@@ -95,12 +72,11 @@ pub(super) fn kernel_launch(call: PeerCall, kernel: usize, barrier: u32) -> Peer
         kernel,
         blocks: 1,
         threads: COPY_ENGINE_THREADS,
-        copy_phase: None,
     }
 }
 
 /// The copies of a collective that reduces nothing.
-fn copies(work: &Work, call: PeerCall, addresses: &[u64], offset: u64) -> Copies {
+pub(super) fn copies(work: &Work, call: PeerCall, addresses: &[u64], offset: u64) -> Copies {
     let arguments = parts(work, call);
     let (ranks, me) = (work.ranks as usize, work.rank as usize);
     let mut copies = Copies::default();
@@ -126,7 +102,11 @@ mod tests {
     use ringsight_records::{Function, ReduceOp};
 
     use super::*;
-    use crate::cuda::testing::{APART, OFFSET, in_window, launched};
+    use crate::cuda::{
+        PeerOperation,
+        peer_operation::CopyPhase,
+        testing::{APART, OFFSET, in_window, launched},
+    };
 
     fn work(function: Function, rank: u32, ranks: u32, count: usize, in_place: bool) -> Work {
         let work = in_window(rank, ranks, count, None);
@@ -150,14 +130,18 @@ mod tests {
             let (count, bytes) = (1001, 4004);
             let mut written: Vec<Vec<(u64, u64)>> = vec![Vec::new(); ranks as usize];
             for rank in 0..ranks {
-                let launch = launched(vec![work(function, rank, ranks, count, in_place)])
-                    .unwrap()
-                    .unwrap();
-                let name = PeerLaunch::kernels().nth(launch.kernel).unwrap();
+                let PeerOperation { launch, copy_phase } =
+                    launched(vec![work(function, rank, ranks, count, in_place)])
+                        .unwrap()
+                        .unwrap();
+                let name = PeerOperation::kernels().nth(launch.kernel).unwrap();
                 assert_eq!((name, launch.blocks, launch.threads), (KERNELS[0], 1, 32));
-                assert_eq!(PeerLaunch::kernels().nth(launch.kernel + 1).unwrap(), KERNELS[1]);
-                let Some(CopyPhase::Copies(copies)) = launch.copy_phase else {
-                    panic!("{:?}", launch.copy_phase)
+                assert_eq!(
+                    PeerOperation::kernels().nth(launch.kernel + 1).unwrap(),
+                    KERNELS[1]
+                );
+                let Some(CopyPhase::Copies(copies)) = copy_phase else {
+                    panic!("{copy_phase:?}")
                 };
                 assert_eq!(copies.others().len() as u32, ranks - 1);
                 assert_eq!(copies.own.is_none(), in_place);

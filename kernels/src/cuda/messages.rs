@@ -104,7 +104,6 @@ pub(super) fn launch(works: &[Work], channel: u8, peers: &PeerMemory) -> Result<
         arguments: PeerArguments::Messages(all),
         kernel: usize::from(whole),
         threads: MESSAGES_THREADS,
-        copy_phase: None,
     })
 }
 

@@ -2,7 +2,7 @@
 //!
 //! A launch is one of two kinds:
 //! - **Channel programs** ([`program`]): one block per channel moves slots of FIFOs. They run over any connection.
-//! - **Peer kernels** ([`peer_launch`]): ranks that reach each other's memory (NVLink P2P) do one collective, or any number of messages,
+//! - **Peer operations** ([`peer_operation`]): ranks that reach each other's memory (NVLink P2P) do one collective, or any number of messages,
 //!   with one kernel each. [`one_shot`], [`collective`], [`messages`] and [`copy_engine`] choose kernel and arguments.
 //!
 //! Kernels report in three ways, none of which needs a driver call: events in a [`ring`], words of [`LaunchControl`], and words that
@@ -18,6 +18,7 @@ pub mod messages;
 pub mod one_shot;
 pub mod peer_launch;
 pub mod peer_memory;
+pub mod peer_operation;
 pub mod program;
 pub mod ring;
 #[cfg(test)]
@@ -32,6 +33,7 @@ pub use layout::{Arguments, CAPTURED, Head, LaunchControl, LaunchState, RING_ENT
 pub use messages::MESSAGES_THREADS;
 pub use one_shot::one_shot_threads;
 pub use peer_launch::PeerLaunch;
+pub use peer_operation::PeerOperation;
 pub use program::Program;
 pub use ring::{Event, EventKind, Ring};
 

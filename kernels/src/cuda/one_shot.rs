@@ -76,7 +76,6 @@ pub(super) fn launch(work: &Work, call: PeerCall, max_blocks: u32) -> PeerLaunch
             .div_ceil(threads)
             .clamp(1, max_blocks.clamp(1, MAX_BLOCKS) as usize) as u32,
         threads: threads as u32 + SERVICE_THREADS,
-        copy_phase: None,
     }
 }
 

@@ -1,22 +1,16 @@
-//! Launches of peer kernels: one collective each, or any number of messages.
+//! One launch of a peer kernel: kernel number, argument, blocks and threads.
 //!
-//! Each of [`one_shot`], [`collective`], [`messages`], [`copy_engine`] and [`tiles`] has a table of kernels. A kernel's number counts through
-//! all tables in that order ([`PeerLaunch::kernels`]).
+//! Each of [`super::one_shot`], [`super::collective`], [`super::messages`], [`super::copy_engine`] and [`super::tiles`] makes launches from a table
+//! of kernels of its own. [`super::peer_operation`] numbers the kernels through all tables and chooses the module.
 
-use std::ffi::CStr;
+use std::ffi::c_void;
 
-use ringsight_records::{Algorithm, DataType, ReduceOp};
+use ringsight_records::{DataType, ReduceOp};
 
 use super::{
-    collective,
-    copy_engine::{self, CopyPhase},
-    layout::{Collective, Combination, CopyEngineCall, Head, Messages, OneShot, PeerCall},
-    messages, one_shot,
-    peer_memory::{MAX_PEERS, MAY_ZERO_COPY},
-    program::{argument, check_alignment, combination},
-    tiles,
+    layout::{Collective, CopyEngineCall, Head, Messages, OneShot},
+    peer_memory::MAY_ZERO_COPY,
 };
-use crate::launch::{Connections, Launch, Scalar, Work, WorkError};
 
 /// Threads of a block that move no data: `SERVICE_THREADS` in `cuda/barrier.cuh`.
 pub(super) const SERVICE_THREADS: u32 = 32;
@@ -33,14 +27,13 @@ pub(super) const MAX_BLOCKS: u32 = 64;
 pub struct PeerLaunch {
     /// The kernel's argument. The caller sets its [`Head`] with [`PeerArguments::report_to`].
     pub arguments: PeerArguments,
-    /// The kernel's number in [`PeerLaunch::kernels`].
+    /// The kernel's number: within its module's table, and in a finished operation among
+    /// [`PeerOperation::kernels`](super::PeerOperation::kernels).
     pub kernel: usize,
     /// Number of blocks.
     pub blocks: u32,
     /// Threads of a block.
     pub threads: u32,
-    /// Copy engines only: what runs behind this entry kernel, before the exit kernel. The exit kernel has the next number and the same argument.
-    pub copy_phase: Option<CopyPhase>,
 }
 
 /// The argument of a peer kernel.
@@ -50,13 +43,13 @@ pub struct PeerLaunch {
     reason = "it lives on the stack of the launching call; a collective must not allocate"
 )]
 pub enum PeerArguments {
-    /// For [`one_shot`].
+    /// For [`super::one_shot`].
     OneShot(OneShot),
-    /// For [`collective`] and [`tiles`].
+    /// For [`super::collective`] and [`super::tiles`].
     Collective(Collective),
-    /// For [`messages`]. Boxed: the other variants are moved with their launch and must not take 4 KiB.
+    /// For [`super::messages`]. Boxed: the other variants are moved with their launch and must not take 4 KiB.
     Messages(Box<Messages>),
-    /// For [`copy_engine`].
+    /// For [`super::copy_engine`].
     CopyEngine(CopyEngineCall),
 }
 
@@ -77,7 +70,7 @@ impl PeerArguments {
     }
 
     /// The argument as the driver takes it.
-    pub fn as_mut_ptr(&mut self) -> *mut std::ffi::c_void {
+    pub fn as_mut_ptr(&mut self) -> *mut c_void {
         match self {
             Self::OneShot(arguments) => std::ptr::from_mut(arguments).cast(),
             Self::Collective(arguments) => std::ptr::from_mut(arguments).cast(),
@@ -115,16 +108,6 @@ impl PeerArguments {
 }
 
 impl PeerLaunch {
-    /// Names of all peer kernels, by number.
-    pub fn kernels() -> impl Iterator<Item = &'static CStr> {
-        one_shot::KERNELS
-            .into_iter()
-            .chain(collective::KERNELS)
-            .chain(messages::KERNELS)
-            .chain(copy_engine::KERNELS)
-            .chain(tiles::KERNELS)
-    }
-
     /// Whether launching it by an executable graph is faster, where the host has one for its kernel.
     ///
     /// A graph takes the host half as long if the argument is small. But the GPU places the kernel only when the one before it has ended. A
@@ -141,77 +124,6 @@ impl PeerLaunch {
             PeerArguments::Messages(_) | PeerArguments::CopyEngine(_) => return false,
         };
         !overlaps || bytes <= SHORT
-    }
-
-    /// The peer kernel for `launch`; `None` if `launch` runs channel programs.
-    ///
-    /// # Errors
-    /// Peer work that shares its launch with other work, or a buffer that is not aligned to its element type.
-    pub fn new(launch: &Launch) -> Result<Option<Self>, WorkError> {
-        let peer_work = launch.channels.iter().find_map(|channel| {
-            let mut works = channel.work.iter();
-            works.find_map(|work| Some((channel.channel, work, work.connections.peers()?)))
-        });
-        let Some((channel, work, peers)) = peer_work else {
-            return Ok(None);
-        };
-        let all = || launch.channels.iter().flat_map(|channel| &channel.work);
-        if work.function.is_p2p() && launch.channels.len() == 1 && all().all(Work::is_peer_message) {
-            let mut launch = messages::launch(&launch.channels[0].work, channel, peers)?;
-            launch.kernel += one_shot::KERNELS.len() + collective::KERNELS.len();
-            return Ok(Some(launch));
-        }
-        if all().count() != 1 {
-            return Err(WorkError(format!(
-                "op {} ({}): peer work shares its launch",
-                work.op, work.function
-            )));
-        }
-        check_alignment(work)?;
-        let mut bases = [0; MAX_PEERS];
-        bases[..peers.bases.len()].copy_from_slice(&peers.bases);
-        let call = PeerCall {
-            head: Head {
-                op: work.op,
-                ..Head::default()
-            },
-            bases,
-            argument: match work.scalar {
-                Scalar::Immediate(bits) => argument(work, bits),
-                // Sum kernels multiply by a factor.
-                _ if combination(work) == Combination::Sum => u64::from(1_f32.to_bits()),
-                _ => argument(work, 0),
-            },
-            tag: work.tag,
-            rank: work.rank,
-            ranks: work.ranks,
-            data_type: work.data_type.code(),
-            combine: combination(work) as u8,
-            channel,
-            reserved: 0,
-        };
-        if let Connections::CopyEngine { window, offset } = &work.connections {
-            let mut launch = copy_engine::launch(work, call, window, *offset).ok_or_else(|| {
-                WorkError(format!(
-                    "op {} ({}): copy engines cannot do it",
-                    work.op, work.function
-                ))
-            })?;
-            launch.kernel += one_shot::KERNELS.len() + collective::KERNELS.len() + messages::KERNELS.len();
-            if let Some(CopyPhase::Tiles(tiles)) = &mut launch.copy_phase {
-                tiles.kernel += launch.kernel + copy_engine::KERNELS.len();
-                tiles.barrier_kernel += launch.kernel;
-            }
-            return Ok(Some(launch));
-        }
-        Ok(Some(match work.algorithm {
-            Algorithm::OneShot => one_shot::launch(work, call, peers.max_blocks),
-            _ => {
-                let mut launch = collective::launch(work, call, peers);
-                launch.kernel += one_shot::KERNELS.len();
-                launch
-            }
-        }))
     }
 }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
-use super::PeerLaunch;
+use super::PeerOperation;
 use crate::{
     WorkError,
     launch::{
@@ -26,10 +26,10 @@ impl Observer for Nobody {
     fn launch_finished(&self, _replay: u32, _aborted: bool) {}
 }
 
-/// The launch of works on channel 0. The first work must pass [`Work::check`].
-pub(super) fn launched(work: Vec<Work>) -> Result<Option<PeerLaunch>, WorkError> {
+/// The peer operation of works on channel 0. The first work must pass [`Work::check`].
+pub(super) fn launched(work: Vec<Work>) -> Result<Option<PeerOperation>, WorkError> {
     work[0].check()?;
-    PeerLaunch::new(&Launch {
+    PeerOperation::new(&Launch {
         channels: vec![ChannelWork { channel: 0, work }],
         abort: Arc::default(),
         observer: Arc::new(Nobody),

@@ -117,9 +117,9 @@ pub struct Tiles {
     gathers: bool,
     /// Blocks of the reducing kernel.
     blocks: u32,
-    /// Number of the reducing kernel: first among [`KERNELS`], in a finished launch among [`PeerLaunch::kernels`].
+    /// Number of the reducing kernel: first among [`KERNELS`], in a finished launch among [`super::PeerOperation::kernels`].
     pub(super) kernel: usize,
-    /// Number of the barrier kernel: first among [`copy_engine::KERNELS`], in a finished launch among [`PeerLaunch::kernels`].
+    /// Number of the barrier kernel: first among [`copy_engine::KERNELS`], in a finished launch among [`super::PeerOperation::kernels`].
     pub(super) barrier_kernel: usize,
 }
 
@@ -153,7 +153,7 @@ impl Tiles {
             gathers,
             blocks: window.peers.max_blocks.clamp(1, BLOCKS),
             kernel,
-            barrier_kernel: 2,
+            barrier_kernel: copy_engine::BARRIER,
             parts,
         })
     }
@@ -307,7 +307,6 @@ impl Tiles {
             kernel: self.kernel,
             blocks: self.blocks,
             threads: TILE_THREADS,
-            copy_phase: None,
         }
     }
 }

@@ -16,11 +16,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::{self, CUevent, CUgraphNode, CUstream};
 use ringsight_kernels::{
     Connections, Launch,
-    cuda::{
-        Head, PeerLaunch,
-        copy_engine::{CopyPhase, Transfer},
-        tiles::Tiles,
-    },
+    cuda::{Head, PeerLaunch, copy_engine::Transfer, peer_operation::CopyPhase, tiles::Tiles},
 };
 
 use super::{

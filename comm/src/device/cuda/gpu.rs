@@ -15,7 +15,7 @@ use ringsight_kernels::{
     Launch,
     cuda::{
         self, APPEND_KERNEL, CHANNEL_KERNELS, CLOCK_KERNEL, COUNT_KERNEL, Head, LaunchControl, LaunchState,
-        NOTHING_KERNEL, PeerLaunch, RING_ENTRIES, ring::Entry,
+        NOTHING_KERNEL, PeerOperation, RING_ENTRIES, ring::Entry,
     },
 };
 
@@ -267,7 +267,7 @@ impl Gpu {
                     shared_bytes as c_int
                 ))?;
             }
-            for name in PeerLaunch::kernels() {
+            for name in PeerOperation::kernels() {
                 let mut kernel = std::ptr::null_mut();
                 call!(cuModuleGetFunction(&raw mut kernel, module, name.as_ptr()))?;
                 call!(cuFuncSetAttribute(

@@ -8,7 +8,7 @@ use std::{
 use cudarc::driver::sys::{CUfunction, CUstream};
 use ringsight_kernels::{
     Launch, WorkError,
-    cuda::{self, PeerLaunch, Program},
+    cuda::{self, PeerLaunch, PeerOperation, Program},
 };
 
 use super::{
@@ -82,8 +82,8 @@ impl Gpu {
     /// Puts a launch into the stream.
     pub(super) fn launch(self: &Arc<Self>, stream: CUstream, launch: Arc<Launch>, how: How) -> Result<End> {
         // Looked at where it is: it has several hundred bytes.
-        match &mut PeerLaunch::new(&launch) {
-            Ok(Some(peers)) => self.launch_among_peers(stream, launch, peers, how),
+        match &mut PeerOperation::new(&launch) {
+            Ok(Some(operation)) => self.launch_peer_operation(stream, launch, operation, how),
             Ok(None) => self.launch_program(stream, launch, &how).map(|()| End::Marked),
             Err(error) => Err(invalid(error)),
         }
@@ -100,30 +100,29 @@ impl Gpu {
         }
     }
 
-    fn launch_among_peers(
+    fn launch_peer_operation(
         &self,
         stream: CUstream,
         launch: Arc<Launch>,
-        peers: &mut PeerLaunch,
+        operation: &mut PeerOperation,
         mut how: How,
     ) -> Result<End> {
         let captured = how.is_captured();
-        let engines = peers
-            .copy_phase
-            .as_ref()
-            .map(|_| engines::of(&launch))
-            .transpose()?;
+        let PeerOperation {
+            launch: kernel_launch,
+            copy_phase,
+        } = operation;
+        let engines = copy_phase.as_ref().map(|_| engines::of(&launch)).transpose()?;
         let head = self.enter(launch, captured, None)?;
-        peers.arguments.report_to(head);
+        kernel_launch.arguments.report_to(head);
         let kernel = Kernel {
-            overlaps: self.may_overlap && peers.arguments.may_overlap(),
-            ..self.peer_kernel(peers)
+            overlaps: self.may_overlap && kernel_launch.arguments.may_overlap(),
+            ..self.peer_kernel(kernel_launch)
         };
-        let gains = peers.gains_by_graph(kernel.overlaps);
-        // SAFETY: the kernel's argument, which is copied by the call; what it refers to lives until the launch is over: who drains its
-        // events holds it.
+        let gains = kernel_launch.gains_by_graph(kernel.overlaps);
+        // SAFETY: the kernel's argument, which the call copies. What it refers to lives until the launch is over: the drain thread holds it.
         let end = unsafe {
-            let arguments = &mut [peers.arguments.as_mut_ptr()];
+            let arguments = &mut [kernel_launch.arguments.as_mut_ptr()];
             match &mut how {
                 How::Eager(Some(graphs)) if gains => graphs.launch(&kernel, stream, arguments),
                 _ => kernel.launch(stream, arguments).map(|()| End::Marked),
@@ -131,10 +130,10 @@ impl Gpu {
         }
         .inspect_err(|_| self.launches.forget(head.launch))?;
         how.has_launched(head.launch);
-        let Some((copy_phase, engines)) = peers.copy_phase.take().zip(engines) else {
+        let Some((copy_phase, engines)) = copy_phase.as_ref().zip(engines) else {
             return Ok(end);
         };
-        self.launch_copies(stream, peers, head, &copy_phase, &engines, captured)?;
+        self.launch_copies(stream, kernel_launch, head, copy_phase, &engines, captured)?;
         Ok(End::Marked)
     }
 

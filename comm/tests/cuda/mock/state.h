@@ -285,7 +285,7 @@ const bool skips = [] {
 // See RINGSIGHT_MOCK_EPOCHS.
 inline void skip_epochs(const PeerCall& call) {
   static const bool skips = std::getenv("RINGSIGHT_MOCK_EPOCHS") != nullptr;
-  u32& epoch = area_of(call.bases[call.rank])->epoch;
+  u32& epoch = header_of(call.bases[call.rank])->epoch;
   if (skips && (epoch == 0 || epoch == 5)) epoch = LAST_EPOCH - 7;
 }
 

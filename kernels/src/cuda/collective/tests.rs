@@ -5,7 +5,7 @@ use ringsight_records::{DataType, ReduceOp};
 
 use super::*;
 use crate::{
-    cuda::testing,
+    cuda::{PeerOperation, testing},
     launch::{Connections, Scalar},
 };
 
@@ -109,7 +109,7 @@ fn on_device(max_blocks: u32, work: Work) -> Work {
 }
 
 fn launch_of(work: Work) -> PeerLaunch {
-    testing::launched(vec![work]).unwrap().unwrap()
+    testing::launched(vec![work]).unwrap().unwrap().launch
 }
 
 fn launched(work: Work) -> (PeerLaunch, Collective) {
@@ -223,7 +223,7 @@ proptest! {
 #[test]
 fn frequent_operations_have_specialised_kernels() {
     let name = |work: Work| {
-        PeerLaunch::kernels()
+        PeerOperation::kernels()
             .nth(launched(work).0.kernel)
             .unwrap()
             .to_str()
@@ -280,7 +280,7 @@ fn unaligned_buffers_are_moved_by_elements() {
                     recv,
                     ..work(function, 1 << 20, rank, 4, 2)
                 });
-                PeerLaunch::kernels()
+                PeerOperation::kernels()
                     .nth(launch.kernel)
                     .unwrap()
                     .to_str()

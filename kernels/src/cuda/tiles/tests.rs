@@ -5,8 +5,9 @@ use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 use super::*;
 use crate::{
     cuda::{
-        copy_engine::CopyPhase,
+        PeerOperation,
         layout::NO_ROOT,
+        peer_operation::CopyPhase,
         testing::{self, APART, OFFSET, in_window},
     },
     launch::Scratch,
@@ -101,7 +102,7 @@ fn every_element_is_made_of_all_ranks_and_comes_to_all() {
                 let base = (me + 1) as u64 * APART as u64;
                 let launch = rank.reduce(number);
                 assert!(
-                    PeerLaunch::kernels()
+                    PeerOperation::kernels()
                         .nth(launch.kernel)
                         .unwrap()
                         .to_str()
@@ -242,7 +243,7 @@ fn each_meeting_has_a_word_of_its_own() {
         let tiles = launched(scattered(0, ranks, most, None, ALIGNMENT)).unwrap();
         let word = |launch: PeerLaunch| {
             assert_eq!(
-                PeerLaunch::kernels().nth(launch.kernel).unwrap(),
+                PeerOperation::kernels().nth(launch.kernel).unwrap(),
                 copy_engine::KERNELS[2]
             );
             assert_eq!(
