@@ -1,7 +1,6 @@
 //! Jaeger, a trace backend to send traces to and to read them back from.
 
 use std::{
-    io::{Read, Write},
     net::{SocketAddr, TcpListener, TcpStream},
     path::{Path, PathBuf},
     process::{Command, Stdio},
@@ -9,9 +8,10 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
+use tempfile::TempDir;
 
 use crate::{
-    host,
+    machine,
     process::{self, Guarded},
 };
 
@@ -26,7 +26,7 @@ pub const VARIABLE: &str = "RINGSIGHT_JAEGER";
 /// # Errors
 /// If there is no cache.
 pub fn program() -> Result<PathBuf> {
-    Ok(host::cache()?.join(format!("bin/jaeger-{VERSION}")))
+    Ok(machine::cache()?.join(format!("bin/jaeger-{VERSION}")))
 }
 
 /// Jaeger's binary, if the cache has one.
@@ -46,7 +46,8 @@ pub struct Jaeger {
     pub otlp_http: SocketAddr,
     /// Query API, and web pages if there are any.
     pub query: SocketAddr,
-    configuration: PathBuf,
+    /// Holds its configuration.
+    _folder: TempDir,
 }
 
 impl Jaeger {
@@ -61,14 +62,14 @@ impl Jaeger {
         quiet: bool,
     ) -> Result<Self> {
         let at = |port| SocketAddr::from(([127, 0, 0, 1], port));
-        let configuration =
-            std::env::temp_dir().join(format!("ringsight-jaeger-{}-{query}.yaml", std::process::id()));
+        let folder = tempfile::tempdir().context("making a folder for Jaeger")?;
+        let configuration = folder.path().join("jaeger.yaml");
         fs_err::write(&configuration, configuration_text([grpc, http, query], ui)?)?;
         let mut command = Command::new(program);
         command.arg("--config").arg(&configuration).stdin(Stdio::null());
         // Its own requests are not what anybody looks for here.
         command.env("OTEL_TRACES_SAMPLER", "always_off");
-        let log = configuration.with_extension("log");
+        let log = folder.path().join("log");
         if quiet {
             process::log_to(&mut command, &log)?;
         }
@@ -78,7 +79,7 @@ impl Jaeger {
             otlp_grpc: at(grpc),
             otlp_http: at(http),
             query: at(query),
-            configuration,
+            _folder: folder,
         };
         let (otlp, query) = (jaeger.otlp_grpc, jaeger.query);
         let answers = || get(query, "/api/services").is_ok() && TcpStream::connect(otlp).is_ok();
@@ -102,13 +103,6 @@ impl Jaeger {
 /// Whether a page is that of Jaeger's interface: a program that draws itself, and not the notice that there is none.
 fn is_interface(page: &str) -> bool {
     page.contains("<script") && !page.contains("not the Jaeger UI")
-}
-
-impl Drop for Jaeger {
-    fn drop(&mut self) {
-        let _ = fs_err::remove_file(&self.configuration);
-        let _ = fs_err::remove_file(self.configuration.with_extension("log"));
-    }
 }
 
 /// Ports that are free at this moment.
@@ -173,25 +167,7 @@ exporters:
 /// # Errors
 /// If there is no answer within 10 s, or with another status.
 pub fn get(address: SocketAddr, path: &str) -> Result<String> {
-    let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(2))?;
-    stream.set_read_timeout(Some(Duration::from_secs(10)))?;
-    // HTTP/1.0: the body ends where the connection does, never in chunks.
-    write!(
-        stream,
-        "GET {path} HTTP/1.0\r\nHost: {address}\r\nAccept: application/json\r\n\r\n"
-    )?;
-    let mut answer = Vec::new();
-    stream.read_to_end(&mut answer)?;
-    let answer = String::from_utf8(answer).context("the answer is not UTF-8")?;
-    let (head, body) = answer.split_once("\r\n\r\n").context("the answer has no body")?;
-    let status = head.lines().next().unwrap_or_default();
-    if status.split(' ').nth(1) != Some("200") {
-        bail!(
-            "GET {path}: {status}: {}",
-            body.lines().next().unwrap_or_default()
-        );
-    }
-    Ok(body.to_owned())
+    send(minreq::get(format!("http://{address}{path}")), path)
 }
 
 /// Sends JSON; the answer's status is 200.
@@ -199,28 +175,28 @@ pub fn get(address: SocketAddr, path: &str) -> Result<String> {
 /// # Errors
 /// If there is no answer within 10 s, or with another status.
 pub fn post(address: SocketAddr, path: &str, body: &str) -> Result<()> {
-    let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(2))?;
-    stream.set_read_timeout(Some(Duration::from_secs(10)))?;
-    write!(
-        stream,
-        "POST {path} HTTP/1.0\r\nHost: {address}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{body}",
-        body.len()
-    )?;
-    let mut answer = Vec::new();
-    stream.read_to_end(&mut answer)?;
-    let answer = String::from_utf8_lossy(&answer);
-    let status = answer.lines().next().unwrap_or_default();
-    if status.split(' ').nth(1) != Some("200") {
+    let request =
+        minreq::post(format!("http://{address}{path}")).with_header("Content-Type", "application/json");
+    send(request.with_body(body), path).map(drop)
+}
+
+fn send(request: minreq::Request, path: &str) -> Result<String> {
+    let response = request.with_timeout(10).send()?;
+    let body = response.as_str().context("the answer is not UTF-8")?;
+    if response.status_code != 200 {
+        let (code, phrase) = (response.status_code, &response.reason_phrase);
         bail!(
-            "POST {path}: {status}: {}",
-            answer.lines().last().unwrap_or_default()
+            "{path}: {code} {phrase}: {}",
+            body.lines().next().unwrap_or_default()
         );
     }
-    Ok(())
+    Ok(body.to_owned())
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read as _, Write as _};
+
     use super::*;
 
     fn answering(text: &'static str) -> SocketAddr {

@@ -1,7 +1,7 @@
 //! `run.sh` of a GPU bundle on a machine without a GPU: what cannot run is skipped by name, and what can is run.
 
 use std::{
-    path::{Path, PathBuf},
+    path::Path,
     process::{Command, Output},
 };
 
@@ -10,17 +10,21 @@ use fs_err as fs;
 use ringsight_testbed::{gpu::bundle, workspace};
 use serde_json::Value;
 
-/// A bundle whose library is a few lines of C, in a folder of its own that goes with it.
-struct Bundle(PathBuf);
+/// A bundle whose library is a few lines of C, in a folder of its own.
+struct Bundle(tempfile::TempDir);
 
 impl Bundle {
     fn new(name: &str, library: &str) -> Self {
-        let folder = std::env::temp_dir().join(format!("gpu bundle {name} {}", std::process::id()));
-        let _ = fs::remove_dir_all(&folder);
+        // A blank in its name, which is no matter.
+        let bundle = tempfile::Builder::new()
+            .prefix(&format!("gpu bundle {name} "))
+            .tempdir()
+            .unwrap();
+        let folder = bundle.path();
         for part in ["bin", "lib", "path"] {
             fs::create_dir_all(folder.join(part)).unwrap();
         }
-        bundle::copy_scripts(&workspace::root().join("tests/gpu"), &folder).unwrap();
+        bundle::copy_scripts(&workspace::root().join("tests/gpu"), folder).unwrap();
         fs::copy(env!("CARGO_BIN_EXE_gpu-run"), folder.join("bin/gpu-run")).unwrap();
         let source = folder.join("library.c");
         fs::write(&source, library).unwrap();
@@ -31,23 +35,17 @@ impl Bundle {
             .status()
             .unwrap();
         assert!(compiled.success());
-        Self(folder)
+        Self(bundle)
     }
 
     /// Runs it where no other program is to be found: no nvidia-smi, no Python, no nm.
     fn run(&self, arguments: &[&str]) -> Output {
-        Command::new(self.0.join("run.sh"))
+        Command::new(self.0.path().join("run.sh"))
             .args(arguments)
-            .env("PATH", self.0.join("path"))
+            .env("PATH", self.0.path().join("path"))
             .current_dir("/")
             .output()
             .unwrap()
-    }
-}
-
-impl Drop for Bundle {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
     }
 }
 
@@ -104,7 +102,7 @@ fn what_needs_a_gpu_is_skipped_by_name() {
         assert!(line.contains("skipped") && line.contains("no GPU"), "{line}");
     }
     // What needs none is run.
-    let report = fs::read_to_string(bundle.0.join("out/report.json")).unwrap();
+    let report = fs::read_to_string(bundle.0.path().join("out/report.json")).unwrap();
     let report: Value = serde_json::from_str(&report).unwrap();
     let library = report["rows"]
         .as_array()
@@ -119,7 +117,7 @@ fn what_needs_a_gpu_is_skipped_by_name() {
 #[test]
 fn a_library_that_does_not_load_fails() {
     let bundle = Bundle::new("fails", "int something_else;");
-    let out = bundle.0.join("elsewhere");
+    let out = bundle.0.path().join("elsewhere");
     let output = bundle.run(&["--out", out.to_str().unwrap(), "env"]);
     assert_eq!(output.status.code(), Some(1), "{}", said(&output));
     let summary = summary(&output);
@@ -127,7 +125,7 @@ fn a_library_that_does_not_load_fails() {
     assert_eq!(names(&summary["failed_steps"]), ["env/library"]);
     assert!(said(&output).contains("ncclGetVersion"), "{}", said(&output));
     assert!(out.join("report.json").is_file());
-    assert!(!Path::new(&bundle.0.join("out")).exists());
+    assert!(!Path::new(&bundle.0.path().join("out")).exists());
 }
 
 #[test]
@@ -147,5 +145,5 @@ fn parts_are_listed_and_an_unknown_one_is_refused() {
         refused.contains("benhc") && refused.contains("nccl-tests"),
         "{refused}"
     );
-    assert!(!bundle.0.join("out").exists(), "nothing was run");
+    assert!(!bundle.0.path().join("out").exists(), "nothing was run");
 }

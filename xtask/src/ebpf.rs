@@ -9,7 +9,7 @@
 //! 2. Debian's `/usr/bin/cargo` and `/usr/bin/rustc` with the package `rust-web-src`;
 //! 3. a rustup nightly with the component `rust-src`.
 //!
-//! The linker is `RINGSIGHT_BPF_LINKER`, else `bpf-linker` in the cache of tools ([`host::cache`]) or in `PATH`.
+//! The linker is `RINGSIGHT_BPF_LINKER`, else `bpf-linker` in the cache of tools ([`machine::cache`]) or in `PATH`.
 //!
 //! Invariants:
 //! - Neither an absolute path nor the place of the checkout reaches an object (`--remap-path-prefix`).
@@ -28,7 +28,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use object::build::elf::{Builder, SectionData};
 use ringsight_testbed::{
-    host, process,
+    machine, process,
     workspace::{root, target},
 };
 
@@ -332,7 +332,7 @@ fn linker() -> Result<PathBuf> {
     if let Some(path) = variable("RINGSIGHT_BPF_LINKER") {
         return Ok(path.into());
     }
-    let cached = host::cache()?.join("bin/bpf-linker");
+    let cached = machine::cache()?.join("bin/bpf-linker");
     if process::is_program(&cached) {
         return Ok(cached);
     }

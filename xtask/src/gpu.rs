@@ -4,13 +4,12 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
-use fs_err as fs;
 use ringsight_testbed::{
     gpu::{
         bundle::{Sources, fill},
         nccl_tests::Tools,
     },
-    host::c_toolchain,
+    machine::{c_toolchain, make_whole},
     process, workspace,
 };
 
@@ -95,15 +94,11 @@ fn make(options: &Options) -> Result<PathBuf> {
         nccl_tests: options.nccl_tests.as_deref().zip(tools.as_ref()),
         sanitizer: options.sanitizer.as_deref(),
     };
-    let part = out.with_extension(format!("{}.partial", std::process::id()));
-    let _ = fs::remove_dir_all(&part);
-    let made = fill(&part, &sources);
-    if made.is_err() {
-        let _ = fs::remove_dir_all(&part);
-    }
-    let bytes = made?;
-    let _ = fs::remove_dir_all(&out);
-    fs::rename(&part, &out)?;
+    let mut bytes = 0;
+    make_whole(&out, |part| {
+        bytes = fill(part, &sources)?;
+        Ok(())
+    })?;
     println!(
         "{} ({:.1} MiB): copy it to a GPU host and run its run.sh",
         out.display(),
@@ -114,20 +109,21 @@ fn make(options: &Options) -> Result<PathBuf> {
 
 #[cfg(test)]
 mod tests {
+    use fs_err as fs;
+
     use super::*;
 
     #[test]
     fn a_folder_that_is_no_bundle_is_left_alone() {
-        let folder = std::env::temp_dir().join(format!("no-bundle-{}", std::process::id()));
-        fs::create_dir_all(&folder).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
         fs::write(folder.join("thesis.txt"), "years of work").unwrap();
         let options = Options {
-            out: Some(folder.clone()),
+            out: Some(folder.to_owned()),
             ..Options::default()
         };
         let error = make(&options).unwrap_err().to_string();
         assert!(error.contains("is no bundle"), "{error}");
         assert!(folder.join("thesis.txt").is_file());
-        fs::remove_dir_all(&folder).unwrap();
     }
 }

@@ -1,7 +1,6 @@
 //! Every developer and operator chore of ringsight: `cargo xtask <command>`.
 //!
-//! This crate depends on no crate that needs the eBPF toolchain, because it is what installs that toolchain. It holds the commands and
-//! what they start; jobs, faults, guests and measurements are `ringsight-testbed`'s.
+//! It holds the commands and what they start; jobs, faults, guests and measurements are `ringsight-testbed`'s.
 
 #![allow(
     unreachable_pub,

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use ringsight_testbed::{
-    host, process,
+    machine, process,
     workspace::{cargo, target},
 };
 
@@ -22,7 +22,7 @@ pub fn run(arguments: &[String]) -> Result<ExitCode> {
         "ringsight-collector",
     ]))?;
     let program = target()?.join("release/ringsight");
-    let mut command = host::privileged(&program);
+    let mut command = machine::privileged(&program);
     let status = command
         .args(arguments)
         .status()

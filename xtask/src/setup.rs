@@ -1,5 +1,5 @@
-//! Installs what builds and tests need: the eBPF toolchain always, CUDA's compiler where it can be had, Jaeger and Chromium
-//! for those tests that use them.
+//! Installs what builds and tests can use: CUDA's compiler where it can be had, the toolchain of the eBPF objects for `cargo xtask ebpf`,
+//! Jaeger and Chromium for those tests that use them.
 //!
 //! Everything is looked for first, so that a second run costs milliseconds. System packages come from apt (as root or
 //! through `sudo`); the rest is compiled into a cache, [`cache`].
@@ -15,7 +15,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 use fs_err as fs;
 use ringsight_testbed::{
-    host::{apt, c_toolchain, cache, say},
+    machine::{apt, c_toolchain, cache, make_whole, say},
     process,
     workspace::{self, Artifacts},
 };
@@ -102,25 +102,17 @@ pub fn nvidia_headers() -> Result<PathBuf> {
     }
     let python =
         process::find("python3").context("NVIDIA's headers are fetched by pip, and there is no python3")?;
-    let part = cache()?.join(format!("nccl-2.28.9.{}", std::process::id()));
-    let _ = fs::remove_dir_all(&part);
-    fs::create_dir_all(part.join("include"))?;
     say("NVIDIA's NCCL headers (once, 200 MB to download)");
-    let fetched = process::output(
-        Command::new(&python)
-            .args(["-m", "pip", "download", "--quiet", "--no-deps", "--dest"])
-            .arg(&part)
-            .args(WHEELS),
-    )
-    .and_then(|_| process::output(Command::new(&python).args(["-c", UNPACK]).arg(&part)));
-    let placed = fetched.and_then(|_| {
-        // Whole or not at all: an interrupted download leaves nothing that looks finished.
-        let whole = cache()?.join("nccl-2.28.9");
-        let _ = fs::remove_dir_all(&whole);
-        Ok(fs::rename(&part, &whole)?)
-    });
-    let _ = fs::remove_dir_all(&part);
-    placed?;
+    make_whole(&cache()?.join("nccl-2.28.9"), |part| {
+        fs::create_dir(part.join("include"))?;
+        process::output(
+            Command::new(&python)
+                .args(["-m", "pip", "download", "--quiet", "--no-deps", "--dest"])
+                .arg(part)
+                .args(WHEELS),
+        )?;
+        process::output(Command::new(&python).args(["-c", UNPACK]).arg(part)).map(drop)
+    })?;
     if !folder.join("nccl.h").is_file() {
         bail!("NVIDIA's wheel has no nccl.h");
     }
@@ -140,23 +132,24 @@ pub fn cargo_fuzz() -> Result<PathBuf> {
     say(&format!(
         "cargo-fuzz {CARGO_FUZZ} (compiled once, about a minute)"
     ));
+    cargo_install("cargo-fuzz", CARGO_FUZZ, &[], None)?;
+    Ok(program)
+}
+
+/// Compiles a program from crates.io into the cache; `llvm` is where its build looks for LLVM.
+fn cargo_install(name: &str, version: &str, features: &[&str], llvm: Option<&Path>) -> Result<()> {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command
-        .args([
-            "install",
-            "cargo-fuzz",
-            "--version",
-            CARGO_FUZZ,
-            "--locked",
-            "--force",
-            "--root",
-        ])
+        .args(["install", name, "--version", version, "--locked", "--force"])
+        .args(features)
+        .arg("--root")
         .arg(cache()?)
+        // A target folder or flags meant for the workspace are not meant for the tool.
         .env_remove("CARGO_TARGET_DIR")
         .env_remove("RUSTFLAGS")
-        .env_remove("CARGO_ENCODED_RUSTFLAGS");
-    process::run(&mut command)?;
-    Ok(program)
+        .env_remove("CARGO_ENCODED_RUSTFLAGS")
+        .envs(llvm.map(|llvm| ("LLVM_PREFIX", llvm)));
+    process::run(&mut command)
 }
 
 /// `program` run with the nightly toolchain, which sanitizers need.
@@ -214,24 +207,16 @@ pub fn nvcc() -> Result<PathBuf> {
         }
     };
     say("CUDA's compiler (nvcc 13.0, from PyPI, 60 MB)");
-    // Under another name until it is whole.
-    let partial = folder.with_extension(format!("{}.partial", std::process::id()));
-    let _ = fs::remove_dir_all(&partial);
-    process::run(
-        pip(&python)
-            .args([
-                "install",
-                "--no-deps",
-                "--only-binary=:all:",
-                "--no-compile",
-                "--target",
-            ])
-            .arg(&partial)
-            .args(CUDA_WHEELS),
-    )?;
-    fs::write(partial.join("wheels"), wheels)?;
-    let _ = fs::remove_dir_all(&folder);
-    fs::rename(&partial, &folder)?;
+    make_whole(&folder, |part| {
+        process::run(
+            pip(&python)
+                .args(["install", "--no-deps", "--only-binary=:all:", "--no-compile"])
+                .arg("--target")
+                .arg(part)
+                .args(CUDA_WHEELS),
+        )?;
+        Ok(fs::write(part.join("wheels"), wheels)?)
+    })?;
     if !process::is_program(&nvcc) {
         bail!("the wheels were unpacked, but {} is not there", nvcc.display());
     }
@@ -377,29 +362,9 @@ fn install_bpf_linker(compiler: &Compiler) -> Result<()> {
         "bpf-linker {BPF_LINKER} for LLVM {major} (compiled once, about a minute)"
     ));
     let start = Instant::now();
-    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    command
-        .args([
-            "install",
-            "bpf-linker",
-            "--version",
-            BPF_LINKER,
-            "--locked",
-            "--force",
-        ])
-        .args([
-            "--no-default-features",
-            "--features",
-            &format!("llvm-{major}"),
-            "--root",
-        ])
-        .arg(&cache)
-        .env("LLVM_PREFIX", &prefix)
-        // A target folder or flags meant for the workspace are not meant for the tool.
-        .env_remove("CARGO_TARGET_DIR")
-        .env_remove("RUSTFLAGS")
-        .env_remove("CARGO_ENCODED_RUSTFLAGS");
-    process::run(&mut command)?;
+    let feature = format!("llvm-{major}");
+    let features = ["--no-default-features", "--features", &feature];
+    cargo_install("bpf-linker", BPF_LINKER, &features, Some(&prefix))?;
     if !works(&program) {
         bail!(
             "{} was built but does not run with {}; `ldd` on it says what it misses",
@@ -414,12 +379,11 @@ fn install_bpf_linker(compiler: &Compiler) -> Result<()> {
     Ok(())
 }
 
-/// Installs the toolchains that are missing, then builds collector, library and workers with optimisation.
+/// Installs what the build can use, then builds collector, library and workers with optimisation.
 ///
 /// # Errors
-/// If the set-up or the build fails.
+/// If the build fails.
 pub fn build() -> Result<Artifacts> {
-    ebpf_toolchain()?;
     optional("nvcc", nvcc());
     workspace::build()
 }

@@ -13,7 +13,7 @@ use ringsight_testbed::{
     backend::VARIABLE as JAEGER,
     demo,
     faults::SOAKED_SEED,
-    host::c_toolchain,
+    machine::c_toolchain,
     process,
     vm::{Series, unavailable, verbs_headers},
     workspace::{self, cargo, root},

@@ -210,7 +210,8 @@ mod tests {
 
     #[test]
     fn criterions_files_become_rows() {
-        let folder = std::env::temp_dir().join(format!("ringsight-criterion-{}/a/new", std::process::id()));
+        let top = tempfile::tempdir().unwrap();
+        let folder = top.path().join("a/new");
         fs::create_dir_all(&folder).unwrap();
         let estimates_file = folder.join("estimates.json");
         fs::write(&estimates_file, r#"{"median":{"point_estimate":2.5}}"#).unwrap();
@@ -220,8 +221,10 @@ mod tests {
             format!(r#"{{"full_id":"{name}","throughput":{{"Elements":5}}}}"#),
         )
         .unwrap();
-        let top = folder.ancestors().nth(2).unwrap();
-        assert_eq!(estimates(top).unwrap(), std::slice::from_ref(&estimates_file));
+        assert_eq!(
+            estimates(top.path()).unwrap(),
+            std::slice::from_ref(&estimates_file)
+        );
         let row = row(&estimates_file).unwrap();
         assert_eq!(
             (row.median, row.goal, row.meets()),
@@ -230,6 +233,5 @@ mod tests {
         assert_eq!(row.note, "2000.00 M elements/s");
         fs::write(&estimates_file, "rubbish").unwrap();
         assert!(super::row(&estimates_file).is_err());
-        fs::remove_dir_all(top).unwrap();
     }
 }

@@ -11,7 +11,7 @@ use fs_err as fs;
 
 use super::summary::Summary;
 use crate::{
-    host,
+    machine,
     process::{self, Guarded},
     workspace::Artifacts,
 };
@@ -44,7 +44,7 @@ impl Collector {
         for left_over in [&summary, &ready] {
             let _ = fs::remove_file(left_over);
         }
-        let mut command: Command = host::privileged(&artifacts.ringsight);
+        let mut command: Command = machine::privileged(&artifacts.ringsight);
         command
             .arg("attach")
             .args(pids.iter().map(u32::to_string))

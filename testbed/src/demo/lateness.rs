@@ -8,7 +8,7 @@
 use std::cmp::Reverse;
 
 use super::{
-    check::{Drowned, Expectation, HeldUp, Problems, Report, collectives_in},
+    report::{Drowned, Expectation, HeldUp, Problems, Report},
     summary::{Culprit, Operation, Summary},
     truth::Truth,
 };
@@ -110,7 +110,7 @@ pub(super) fn check_verdicts(
     problems: &mut Problems,
 ) {
     let Some(first) = truths.first() else { return };
-    let mut found = collectives_in(summary);
+    let mut found = summary.collectives();
     found.truncate(first.collectives.len());
     for (index, operation) in found.iter().enumerate() {
         check_starts(index, operation, truths, problems);

@@ -20,6 +20,7 @@ pub mod job;
 mod lateness;
 pub mod link;
 pub mod model;
+mod report;
 #[cfg(test)]
 mod sample;
 pub mod summary;
@@ -361,17 +362,6 @@ fn print_outputs(outputs: &[PathBuf], otlp: Option<&str>) {
     }
     if let Some(url) = otlp {
         println!("sent to   {url}");
-    }
-}
-
-impl Report {
-    /// A report of nothing, for a run that did not get that far.
-    #[must_use]
-    pub fn failed(problem: String) -> Self {
-        Self {
-            problems: vec![problem],
-            ..Self::default()
-        }
     }
 }
 

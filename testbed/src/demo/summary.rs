@@ -136,6 +136,18 @@ impl Operation {
 }
 
 impl Summary {
+    /// Collectives in the order in which they were called.
+    #[must_use]
+    pub fn collectives(&self) -> Vec<&Operation> {
+        let mut operations: Vec<_> = self
+            .operations
+            .iter()
+            .filter(|op| op.name != "send_recv")
+            .collect();
+        operations.sort_by_key(|op| (op.sequence, op.replay));
+        operations
+    }
+
     /// A row for each name, in alphabetical order.
     #[must_use]
     pub fn by_name(&self) -> Vec<Row> {

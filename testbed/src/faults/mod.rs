@@ -120,7 +120,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
             arguments.case.as_deref().unwrap_or_default()
         );
     }
-    let seed = arguments.seed.unwrap_or_else(|| fresh_seed());
+    let seed = arguments.seed.unwrap_or_else(fresh_seed);
     if let Some(minutes) = arguments.soak {
         return soak(arguments, minutes, seed);
     }

@@ -1,11 +1,11 @@
 //! What a GPU bundle holds: one folder that needs neither compiler nor network.
 
-use std::{os::unix::fs::PermissionsExt as _, path::Path, process::Command};
+use std::{path::Path, process::Command};
 
 use anyhow::{Context, Result, bail};
 use fs_err as fs;
 
-use super::nccl_tests;
+use super::{nccl_tests, strip};
 use crate::{process, workspace};
 
 /// The most that a bundle may have, bytes.
@@ -48,7 +48,7 @@ pub fn fill(folder: &Path, sources: &Sources<'_>) -> Result<u64> {
         (sources.without_records.to_owned(), WITHOUT_RECORDS),
     ];
     for (from, to) in &programs {
-        copy(from, &folder.join(to))?;
+        fs::copy(from, folder.join(to))?;
         strip(&folder.join(to))?;
     }
     build_driver(&folder.join("bin/driver"))?;
@@ -115,7 +115,7 @@ pub fn copy_scripts(from: &Path, bundle: &Path) -> Result<()> {
             _ => bundle.to_path_buf(),
         };
         fs::create_dir_all(&folder)?;
-        copy(&path, &folder.join(name))?;
+        fs::copy(&path, folder.join(name))?;
     }
     Ok(())
 }
@@ -135,23 +135,10 @@ fn add_sanitizer(source: &Path, folder: &Path) -> Result<()> {
     for file in fs::read_dir(source)? {
         let path = file?.path();
         if let Some(name) = path.file_name().filter(|_| path.is_file()) {
-            copy(&path, &folder.join(name))?;
+            fs::copy(&path, folder.join(name))?;
         }
     }
     Ok(())
-}
-
-pub(super) fn copy(from: &Path, to: &Path) -> Result<()> {
-    fs::copy(from, to)
-        .map(drop)
-        .with_context(|| format!("copying {} to {}", from.display(), to.display()))
-}
-
-/// Without symbols for debuggers; those that the dynamic linker and the collector look for stay.
-pub(super) fn strip(file: &Path) -> Result<()> {
-    process::run(Command::new("strip").arg("--strip-unneeded").arg(file))?;
-    let mode = if file.extension().is_some() { 0o644 } else { 0o755 };
-    Ok(fs::set_permissions(file, std::fs::Permissions::from_mode(mode))?)
 }
 
 /// Bytes of all files below `folder`.
@@ -175,28 +162,27 @@ mod tests {
 
     #[test]
     fn half_a_sanitizer_is_refused() {
-        let folder = std::env::temp_dir().join(format!("sanitizer-{}", std::process::id()));
-        fs::create_dir_all(&folder).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
         fs::write(folder.join("compute-sanitizer"), "").unwrap();
-        let error = add_sanitizer(&folder, &folder.join("out"))
+        let error = add_sanitizer(folder, &folder.join("out"))
             .unwrap_err()
             .to_string();
         assert!(error.contains("TreeLauncherTargetLdPreloadHelper"), "{error}");
         fs::write(folder.join("TreeLauncherTargetLdPreloadHelper"), "").unwrap();
-        add_sanitizer(&folder, &folder.join("out")).unwrap();
+        add_sanitizer(folder, &folder.join("out")).unwrap();
         assert!(folder.join("out/compute-sanitizer").is_file());
-        fs::remove_dir_all(&folder).unwrap();
     }
 
     #[test]
     fn scripts_go_where_the_runner_looks_for_them() {
-        let folder = std::env::temp_dir().join(format!("scripts-{}", std::process::id()));
-        copy_scripts(&workspace::root().join(SCRIPTS), &folder).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        copy_scripts(&workspace::root().join(SCRIPTS), folder).unwrap();
         for file in ["run.sh", "README.md", "scripts/train.py", "scripts/symm.py"] {
             assert!(folder.join(file).is_file(), "{file}");
         }
         assert!(process::is_program(&folder.join("run.sh")));
         assert!(!folder.join("stuck.c").exists(), "it is compiled");
-        fs::remove_dir_all(&folder).unwrap();
     }
 }

@@ -12,7 +12,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 use fs_err as fs;
 
-use super::bundle::{copy, strip};
+use super::strip;
 use crate::process;
 
 /// What is built.
@@ -78,14 +78,14 @@ pub(super) fn build(source: &Path, tools: &Tools, library_folder: &Path, out: &P
     fs::create_dir_all(&verifiable)?;
     for operation in OPERATIONS {
         let program = out.join(program(operation));
-        copy(&built.join(self::program(operation)), &program)?;
+        fs::copy(built.join(self::program(operation)), &program)?;
         strip(&program)?;
     }
     // A link in the build folder: its name with a number is what the programs look for.
     let checks = verifiable.join("libverifiable.so.0");
-    copy(&built.join("verifiable/libverifiable.so.0"), &checks)?;
+    fs::copy(built.join("verifiable/libverifiable.so.0"), &checks)?;
     strip(&checks)?;
-    copy(&runtime, &out.join(RUNTIME))?;
+    fs::copy(&runtime, out.join(RUNTIME))?;
     Ok(fs::remove_dir_all(&work)?)
 }
 

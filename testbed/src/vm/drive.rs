@@ -10,7 +10,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use fs_err as fs;
+use tempfile::TempDir;
 
 use super::{
     beats::{self, Beats, Frozen},
@@ -33,32 +33,20 @@ pub(super) const BEATS: &str = "beats";
 pub(super) const MONITOR: &str = "monitor";
 
 /// A guest's folder, which is removed with what is in it.
-pub(super) struct Scratch(PathBuf);
+pub(super) struct Scratch(TempDir);
 
 impl Scratch {
     pub(super) fn new() -> Result<Self> {
-        let unique = format!("ringsight-vm-{}-{:?}", std::process::id(), Instant::now());
-        let unique: String = unique
-            .chars()
-            .filter(|letter| letter.is_ascii_alphanumeric() || *letter == '-')
-            .collect();
-        let folder = std::env::temp_dir().join(unique);
-        fs::create_dir_all(&folder)?;
-        Ok(Self(folder))
+        let folder = tempfile::Builder::new().prefix("ringsight-vm-").tempdir();
+        folder.map(Self).context("making a folder for the guest")
     }
 
     pub(super) fn path(&self) -> &Path {
-        &self.0
+        self.0.path()
     }
 
     pub(super) fn file(&self, name: &str) -> PathBuf {
-        self.0.join(name)
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
+        self.path().join(name)
     }
 }
 

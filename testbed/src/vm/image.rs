@@ -2,7 +2,6 @@
 
 use std::{
     io::BufWriter,
-    os::fd::AsRawFd,
     path::{Path, PathBuf},
     time::Instant,
 };
@@ -15,7 +14,7 @@ use super::{
     kernel::{self, Series},
     packages::{self, Tree},
 };
-use crate::{host, workspace};
+use crate::{machine, workspace};
 
 /// Packages of what runs a guest, and of what runs in one.
 const PACKAGES: [&str; 21] = [
@@ -118,7 +117,7 @@ pub(super) struct Image {
 /// # Errors
 /// If there is no cache.
 pub fn folder() -> Result<PathBuf> {
-    Ok(host::cache()?.join("vm"))
+    Ok(machine::cache()?.join("vm"))
 }
 
 /// Why no guest with this kernel can be made here, if none can.
@@ -129,18 +128,15 @@ pub fn unavailable(series: Series) -> Option<String> {
 
 /// Held while something in the cache is made: two commands at a time would make it twice, into one place.
 struct Lock {
-    _file: File,
+    _file: std::fs::File,
 }
 
 impl Lock {
     fn take(folder: &Path) -> Result<Self> {
         fs::create_dir_all(folder)?;
         let path = folder.join("lock");
-        let file = File::create(&path)?;
-        // SAFETY: the descriptor is that of the file above, which is open; flock touches no memory.
-        if unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX) } != 0 {
-            return Err(std::io::Error::last_os_error()).context("locking the cache of guests");
-        }
+        let file = File::create(&path)?.into_file();
+        file.lock().context("locking the cache of guests")?;
         Ok(Self { _file: file })
     }
 }
@@ -199,16 +195,13 @@ impl Image {
         if module.is_file() && fs::read_to_string(&made_of).is_ok_and(|made_of| made_of == text) {
             return Ok(module);
         }
-        host::c_toolchain()?;
+        machine::c_toolchain()?;
         let headers = self.folder.join("headers");
         if !headers.is_dir() {
             let packages = kernel::header_packages(&self.version)?;
             let packages: Vec<_> = packages.iter().map(String::as_str).collect();
-            host::say(&format!("headers of Linux {}", self.version));
-            let part = self.folder.join("headers-part");
-            let _ = fs::remove_dir_all(&part);
-            packages::unpack(&packages, false, &part)?;
-            fs::rename(&part, &headers)?;
+            machine::say(&format!("headers of Linux {}", self.version));
+            machine::make_whole(&headers, |part| packages::unpack(&packages, false, part))?;
         }
         let build = kernel::build_folder(&headers, &self.version)?;
         let work = self.folder.join(format!("{name}-build"));
@@ -230,7 +223,7 @@ fn tools(whole: &Path) -> Result<Tree> {
         return Ok(Tree::new(&tree));
     }
     packages::offered("qemu-system-x86")?;
-    host::say("QEMU and what runs in guests (70 MB to download, unpacked into the cache)");
+    machine::say("QEMU and what runs in guests (70 MB to download, unpacked into the cache)");
     let _ = fs::remove_dir_all(&tree);
     packages::unpack(&PACKAGES, true, &tree)?;
     fs::write(&stamp, recipe)?;
@@ -243,7 +236,7 @@ fn make(series: Series, folder: &Path, tools: &Tree) -> Result<String> {
     let version = kernel::newest(series)?;
     let _ = fs::remove_dir_all(folder);
     fs::create_dir_all(folder)?;
-    host::say(&format!("Linux {version} for guests (about 100 MB to download)"));
+    machine::say(&format!("Linux {version} for guests (about 100 MB to download)"));
     let packages = folder.join("image");
     packages::unpack(&[&format!("linux-image-{version}-amd64")], false, &packages)?;
     let image = packages.join(format!("boot/vmlinuz-{version}-amd64"));
@@ -258,7 +251,7 @@ fn make(series: Series, folder: &Path, tools: &Tree) -> Result<String> {
     // Half a gigabyte of modules of which a few are in the base now.
     fs::remove_dir_all(&packages)?;
     fs::remove_dir_all(&modules)?;
-    host::say(&format!(
+    machine::say(&format!(
         "Linux {version} is ready after {:.0} s",
         start.elapsed().as_secs_f64()
     ));

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail};
 use fs_err as fs;
 
 use crate::{
-    host::{self, apt},
+    machine::{self, apt},
     process,
 };
 
@@ -74,19 +74,12 @@ pub(super) fn unpack(packages: &[&str], closure: bool, tree: &Path) -> Result<()
 /// If apt is not here, or cannot fetch it.
 pub fn verbs_headers() -> Result<PathBuf> {
     const HEADER: &str = "infiniband/verbs.h";
-    let cached = host::cache()?.join("libibverbs-dev");
+    let cached = machine::cache()?.join("libibverbs-dev");
     let folders = [PathBuf::from("/usr/include"), cached.join("usr/include")];
     if let Some(folder) = folders.iter().find(|folder| folder.join(HEADER).is_file()) {
         return Ok(folder.clone());
     }
-    // Whole or not at all: an interrupted download leaves nothing that looks finished.
-    let part = cached.with_file_name(format!("libibverbs-dev-{}", std::process::id()));
-    let unpacked = unpack(&["libibverbs-dev"], false, &part).and_then(|()| {
-        let _ = fs::remove_dir_all(&cached);
-        Ok(fs::rename(&part, &cached)?)
-    });
-    let _ = fs::remove_dir_all(&part);
-    unpacked?;
+    machine::make_whole(&cached, |part| unpack(&["libibverbs-dev"], false, part))?;
     let [_, folder] = folders;
     if !folder.join(HEADER).is_file() {
         bail!("the package libibverbs-dev has no {HEADER}");
@@ -230,19 +223,18 @@ mod tests {
 
     #[test]
     fn links_stay_inside_the_tree() {
-        let root = std::env::temp_dir().join(format!("ringsight-tree-{}", std::process::id()));
-        let _ = fs::remove_dir_all(&root);
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path();
         fs::create_dir_all(root.join("sbin")).unwrap();
         fs::create_dir_all(root.join("bin")).unwrap();
         fs::write(root.join("bin/kmod"), "").unwrap();
         std::os::unix::fs::symlink("/bin/kmod", root.join("sbin/depmod")).unwrap();
         std::os::unix::fs::symlink("depmod", root.join("sbin/other")).unwrap();
         std::os::unix::fs::symlink("loop", root.join("sbin/loop")).unwrap();
-        let tree = Tree::new(&root);
+        let tree = Tree::new(root);
         assert_eq!(tree.path("/sbin/other"), Some(root.join("bin/kmod")));
         assert_eq!(tree.program("other").unwrap(), root.join("bin/kmod"));
         assert_eq!(tree.path("/sbin/loop"), None);
         assert!(tree.program("none").unwrap_err().to_string().contains("none"));
-        fs::remove_dir_all(&root).unwrap();
     }
 }

@@ -171,11 +171,8 @@ fn newest_glibc(symbols: &str) -> Option<(u32, u32)> {
 
 /// Unpacks the archive into a fresh folder and uses it with an environment that knows nothing of cargo.
 fn try_out(archive: &Path) -> Result<()> {
-    let folder = std::env::temp_dir().join(format!("ringsight-dist-{}", std::process::id()));
-    fs::create_dir_all(&folder)?;
-    let result = use_in(archive, &folder);
-    let _ = fs::remove_dir_all(&folder);
-    result
+    let folder = tempfile::tempdir().context("making a folder to unpack into")?;
+    use_in(archive, folder.path())
 }
 
 fn use_in(archive: &Path, folder: &Path) -> Result<()> {

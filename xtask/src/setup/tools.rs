@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail};
 use fs_err as fs;
 use ringsight_testbed::{
     backend,
-    host::{apt, say},
+    machine::{apt, say},
     process,
 };
 

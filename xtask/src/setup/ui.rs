@@ -8,9 +8,8 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use fs_err as fs;
 use ringsight_testbed::{
-    host::{cache, say},
+    machine::{cache, make_whole, say},
     process,
 };
 
@@ -61,22 +60,11 @@ pub fn jaeger_ui(from: &Path) -> Result<PathBuf> {
         );
     };
     let place = place()?;
-    // Under another name until they are whole.
-    let partial = place.with_extension(format!("{}.partial", std::process::id()));
-    let _ = fs::remove_dir_all(&partial);
-    fs::create_dir_all(&partial)?;
-    let copied = process::run(
-        Command::new("cp")
-            .args(["-R", "--"])
-            .arg(built.join("."))
-            .arg(&partial),
-    )
-    .and_then(|()| {
-        let _ = fs::remove_dir_all(&place);
-        Ok(fs::rename(&partial, &place)?)
-    });
-    let _ = fs::remove_dir_all(&partial);
-    copied.map(|()| place)
+    make_whole(&place, |part| {
+        let content = built.join(".");
+        process::run(Command::new("cp").args(["-R", "--"]).arg(content).arg(part))
+    })?;
+    Ok(place)
 }
 
 /// Builds in a clone of jaeger-ui, as its own documentation says: its library `plexus` first, then the pages.

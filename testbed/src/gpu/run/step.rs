@@ -280,13 +280,10 @@ mod tests {
         command
     }
 
-    fn log(name: &str) -> PathBuf {
-        std::env::temp_dir().join(format!("{name}-{}.log", std::process::id()))
-    }
-
     #[test]
     fn what_is_too_slow_is_killed_with_all_that_it_started() {
-        let log = log("slow");
+        let folder = tempfile::tempdir().unwrap();
+        let log = folder.path().join("log");
         let script = "sleep 600 & echo $!; wait";
         let ended = together(&log, Duration::from_secs(2), &NEVER, vec![shell(script)]).unwrap();
         assert!(matches!(ended, End::Late));
@@ -301,12 +298,12 @@ mod tests {
             assert!(Instant::now() < end, "process {grandchild} lives");
             thread::yield_now();
         }
-        fs::remove_file(&log).unwrap();
     }
 
     #[test]
     fn an_interrupt_ends_what_runs() {
-        let log = log("interrupted");
+        let folder = tempfile::tempdir().unwrap();
+        let log = folder.path().join("log");
         let interrupted = AtomicBool::new(true);
         let ended = together(
             &log,
@@ -316,12 +313,12 @@ mod tests {
         )
         .unwrap();
         assert!(matches!(ended, End::Interrupted));
-        fs::remove_file(&log).unwrap();
     }
 
     #[test]
     fn where_one_fails_the_others_soon_follow() {
-        let log = log("ranks");
+        let folder = tempfile::tempdir().unwrap();
+        let log = folder.path().join("log");
         let begun = Instant::now();
         let commands = vec![shell("sleep 600"), shell("echo no memory; exit 3")];
         let ended = together(&log, Duration::from_secs(60), &NEVER, commands).unwrap();
@@ -332,7 +329,6 @@ mod tests {
             together(&log, Duration::from_secs(60), &NEVER, commands).unwrap(),
             End::Well
         ));
-        fs::remove_file(&log).unwrap();
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::{
 };
 
 use anyhow::{Context, Result};
+use fs_err as fs;
 
 use crate::process;
 
@@ -80,4 +81,23 @@ fn sudo_works() -> bool {
 /// Says what is being fetched or built.
 pub fn say(what: &str) {
     eprintln!("set-up: {what}");
+}
+
+/// Makes a folder whole or not at all: `fill` gets an empty folder beside it, which takes its place at the end. What an interrupted run
+/// leaves has another name.
+///
+/// # Errors
+/// Those of `fill`, or if the folder cannot be made.
+pub fn make_whole(folder: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    let mut name = folder.file_name().context("the folder has no name")?.to_owned();
+    name.push(format!(".{}.partial", std::process::id()));
+    let part = folder.with_file_name(name);
+    let _ = fs::remove_dir_all(&part);
+    fs::create_dir_all(&part)?;
+    let made = fill(&part).and_then(|()| {
+        let _ = fs::remove_dir_all(folder);
+        Ok(fs::rename(&part, folder)?)
+    });
+    let _ = fs::remove_dir_all(&part);
+    made
 }
