@@ -1,9 +1,11 @@
-//! What a rank is in, in the form of PyTorch's Flight Recorder, so that its analyzer (`torchfrtrace`, in PyTorch
-//! `torch.distributed.flight_recorder.fr_trace`) finds out which rank is missing or differs.
+//! Dumps of a rank's operations in the form of PyTorch's Flight Recorder, so that its analyzer finds the rank that is missing
+//! or differs (`torchfrtrace`, in PyTorch `torch.distributed.flight_recorder.fr_trace`).
 //!
-//! A file a rank, named `<prefix><rank>`. It has the process groups that the rank is in and its last operations, those of graphs
-//! included, which PyTorch's own recorder does not have. The analyzer takes an operation to be one of *all* ranks of its process
-//! group: so the messages of each pair of ranks, in each direction, are a process group of two.
+//! Each rank has a file `<prefix><rank>`. The file has the process groups of the rank and its last operations. It has the
+//! operations of graphs, too, which PyTorch's own recorder does not have.
+//!
+//! The analyzer expects every operation on *all* ranks of its process group. So the messages from one rank to another are a
+//! process group of two.
 
 mod file;
 mod value;
@@ -12,10 +14,10 @@ use std::collections::BTreeMap;
 
 use ringsight_records::{DataType, Description, Flags, Function};
 
-pub use file::{Form, write};
+pub use file::{Format, write};
 pub use value::Value;
 
-/// The form's version, PyTorch 2.11's.
+/// The version of the form, as PyTorch 2.11 writes it.
 const VERSION: &str = "2.10";
 
 /// A communicator as a rank sees it.
@@ -23,21 +25,21 @@ const VERSION: &str = "2.10";
 pub struct Group {
     /// Id, the same on all its ranks.
     pub id: u64,
-    /// Name, if the user gave one.
+    /// Empty if the user gave no name.
     pub name: String,
-    /// This rank's place in it.
+    /// This rank's number in it.
     pub rank: u32,
-    /// By rank: the number in the whole job.
+    /// By rank of the communicator, its number in the job.
     pub members: Vec<u32>,
 }
 
-/// The members of a communicator as ranks of the job, by who they are; `None` if one is not of the job, or cannot be told from
-/// another one.
+/// The members of a communicator as ranks of the job. Ranks are matched by their places, which `T` names. Returns `None` if
+/// a member is not of the job, or cannot be told from another one.
 #[must_use]
 pub fn members<T: Ord>(job: &[T], communicator: &[T]) -> Option<Vec<u32>> {
     let mut numbers = BTreeMap::new();
     for (rank, place) in (0..).zip(job) {
-        // Two of one place: neither is known by it.
+        // Two ranks of one place are not known by it.
         numbers
             .entry(place)
             .and_modify(|number| *number = None)
@@ -52,22 +54,22 @@ pub fn members<T: Ord>(job: &[T], communicator: &[T]) -> Option<Vec<u32>> {
         .collect()
 }
 
-/// What is the same for all of a dump.
+/// One moment by both clocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Moment {
-    /// `CLOCK_MONOTONIC` nanoseconds, which operations are timed by.
+    /// `CLOCK_MONOTONIC` nanoseconds: the clock of operations.
     pub monotonic_ns: u64,
-    /// `CLOCK_REALTIME` nanoseconds at the same moment, which the file is timed by.
+    /// `CLOCK_REALTIME` nanoseconds: the clock of the file.
     pub realtime_ns: u64,
 }
 
 impl Moment {
-    /// `None` for a time that has not come.
+    /// A time of an operation by the file's clock; [`Value::None`] for 0, which stands for no time.
     fn realtime(&self, ns: u64) -> Value {
         if ns == 0 {
             return Value::None;
         }
-        // Either may be ahead of the other.
+        // The time may be later than the moment.
         let since = self.monotonic_ns.saturating_sub(ns);
         self.realtime_ns.saturating_sub(since).into()
     }
@@ -87,8 +89,8 @@ fn pair(operation: &Description) -> Option<(u32, u32)> {
     })
 }
 
-/// The dump of a rank: `groups` are the communicators that it is in, the one with the most ranks first; `operations` may be of
-/// others, too.
+/// The dump of a rank. `groups` are its communicators, the largest one first. Operations of other communicators are left
+/// out.
 #[must_use]
 pub fn dump(groups: &[Group], operations: &[Description], moment: &Moment) -> Value {
     let mut entries: Vec<(u64, &Group, &Description)> = operations
@@ -96,7 +98,7 @@ pub fn dump(groups: &[Group], operations: &[Description], moment: &Moment) -> Va
         .filter_map(|operation| {
             let of = |group: &&Group| (group.id, group.rank) == (operation.comm, operation.rank);
             let group = groups.iter().find(of)?;
-            // Captured and never replayed: not called, but written down.
+            // A captured operation counts as called once it has been replayed.
             let called = if operation.graph == 0 {
                 operation.api_start_ns
             } else {
@@ -108,8 +110,8 @@ pub fn dump(groups: &[Group], operations: &[Description], moment: &Moment) -> Va
         })
         .collect();
     entries.sort_by_key(|(called, _, operation)| (*called, operation.op));
-    // The analyzer leaves out what is before the latest first record of any rank. Ranks count their operations differently, but
-    // not the collectives of the communicator that they are all in.
+    // The analyzer leaves out records before the latest first record of any rank. So the record number must be the same on all
+    // ranks: it counts the collectives of the communicator that they are all in.
     let main = groups.first().map(|group| group.id);
     let mut record = 0;
     let mut process_groups = BTreeMap::new();
@@ -146,7 +148,7 @@ fn description(group: &Group) -> String {
     }
 }
 
-/// A process group of ranks of the job.
+/// A process group of these ranks of the job: its name and its configuration.
 fn process_group(name: String, description: &str, ranks: &[u32]) -> (String, Value) {
     let ranks: Vec<String> = ranks.iter().map(u32::to_string).collect();
     let config = Value::dict([
@@ -157,7 +159,7 @@ fn process_group(name: String, description: &str, ranks: &[u32]) -> (String, Val
     (name, config)
 }
 
-/// A scalar type's name in PyTorch.
+/// The name of a scalar type in PyTorch.
 fn data_type(code: u8) -> &'static str {
     match DataType::from_code(code) {
         Some(DataType::Int8) => "Char",
@@ -176,7 +178,7 @@ fn data_type(code: u8) -> &'static str {
     }
 }
 
-/// Its name in PyTorch, and elements of (input, output) on this rank; `None` where it has none.
+/// An operation's name in PyTorch, and the elements of its input and output on this rank; `None` where it has none.
 fn shape(function: Function, operation: &Description) -> (&'static str, Option<u64>, Option<u64>) {
     let one = operation.count;
     let all = one.saturating_mul(operation.ranks.into());
@@ -196,7 +198,7 @@ fn shape(function: Function, operation: &Description) -> (&'static str, Option<u
     }
 }
 
-/// An operation, and the process group that its messages are of if it is one.
+/// The entry of an operation. For a message also the process group of its two ranks.
 fn entry(
     group: &Group,
     operation: &Description,
@@ -213,7 +215,7 @@ fn entry(
             let own = format!("{} messages {from}->{to}", name(group));
             let global = |rank: u32| group.members.get(rank as usize).copied().unwrap_or(rank);
             let mut ranks = [global(from), global(to)];
-            // Places among the two, by their numbers.
+            // The analyzer numbers the two by their ranks in the job.
             let places = (u8::from(ranks[0] > ranks[1]), u8::from(ranks[0] < ranks[1]));
             ranks.sort_unstable();
             let kind = match function {
@@ -230,7 +232,7 @@ fn entry(
     };
     let types = || -> Value { vec![data_type(operation.data_type).into()].into() };
     let (begun, ended) = (operation.device_start_ns, operation.device_end_ns);
-    // Of a captured operation the end may be that of the replay before.
+    // The end of a captured operation may be that of the replay before.
     let ended = if ended >= begun { ended } else { 0 };
     let (state, duration) = match (begun, ended) {
         (_, 1..) => (
@@ -248,7 +250,7 @@ fn entry(
             "process_group",
             Value::Pair(Box::new([own.into(), description(group).into()])),
         ),
-        // The analyzer pairs messages by the collective's number, too.
+        // The analyzer pairs messages by this number, too.
         ("collective_seq_id", operation.seq.into()),
         (
             "p2p_seq_id",
@@ -270,7 +272,7 @@ fn entry(
         ("is_p2p", pair.is_some().into()),
         ("thread_id", operation.tid.to_string().into()),
         ("thread_name", "".into()),
-        // Ours: what PyTorch's recorder does not know.
+        // Fields that PyTorch's recorder does not have.
         ("graph", operation.graph.into()),
         ("stream", operation.stream.into()),
         ("channel_mask", format!("{:#x}", operation.channel_mask).into()),
@@ -320,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn members_are_known_by_their_places() {
+    fn members_are_matched_by_their_places() {
         assert_eq!(members(&["a", "b", "c"], &["c", "a"]), Some(vec![2, 0]));
         assert_eq!(members(&["a", "b"], &["c"]), None);
         assert_eq!(members(&["a", "a"], &["a"]), None);
@@ -328,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn operations_are_listed_as_the_analyzer_wants_them() {
+    fn operations_are_listed_as_the_analyzer_expects_them() {
         let hung = Description {
             device_end_ns: 0,
             ..operation(Function::AllGather, 1, 2)

@@ -1,4 +1,4 @@
-//! Plain data, as a pickle and as JSON.
+//! Plain data that is written as a pickle or as JSON.
 
 /// A value. Texts are UTF-8, numbers whole or floating.
 #[derive(Clone, Debug, PartialEq)]
@@ -28,7 +28,7 @@ impl From<bool> for Value {
 }
 
 impl From<u64> for Value {
-    /// What is above `i64::MAX` becomes that.
+    /// A larger number than `i64::MAX` becomes that.
     fn from(value: u64) -> Self {
         Self::Int(i64::try_from(value).unwrap_or(i64::MAX))
     }
@@ -65,7 +65,7 @@ impl Value {
         Self::Dict(entries.map(|(name, value)| (name.to_owned(), value)).collect())
     }
 
-    /// As Python's `pickle.load` reads it: protocol 2 (PEP 307), of built-in types alone, so that no class is looked up.
+    /// A pickle for Python's `pickle.load`: protocol 2 (PEP 307), with built-in types only, so that no class is looked up.
     #[must_use]
     pub fn pickle(&self) -> Vec<u8> {
         // PROTO 2 … STOP.
@@ -138,7 +138,7 @@ impl Value {
             Self::None => text.push_str("null"),
             Self::Bool(value) => text.push_str(if *value { "true" } else { "false" }),
             Self::Int(value) => text.push_str(&value.to_string()),
-            // With a point, so that it is read as what it was.
+            // With a point, so that it is read as a float.
             Self::Float(value) => text.push_str(&format!("{value:?}")),
             Self::Text(value) => quote(text, value),
             Self::List(values) => list(values),
@@ -159,7 +159,7 @@ impl Value {
     }
 }
 
-/// BINUNICODE; longer than 4 GiB no text is.
+/// BINUNICODE, which has a 32-bit length; no text here is longer.
 fn put_text(bytes: &mut Vec<u8>, text: &str) {
     bytes.push(b'X');
     bytes.extend((text.len() as u32).to_le_bytes());

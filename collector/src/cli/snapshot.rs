@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, fmt::Write as _, io, path::Path, time::SystemTi
 use ringsight_collector::snapshot::{
     Group, Operation, Part, Place, Process, VerdictView, take, verdicts as said,
 };
-use ringsight_dump::{Form, Moment};
+use ringsight_dump::{Format, Moment};
 use ringsight_probes::{look, process, target};
 use ringsight_records::Function;
 use serde_json::{Value, json};
@@ -29,9 +29,9 @@ pub(crate) fn run(pids: &[u32], json: bool, dump: Option<&Path>, dump_json: Opti
         return exit;
     }
     let now = process::now_ns();
-    for (prefix, form) in [(dump, Form::Pickle), (dump_json, Form::Json)] {
+    for (prefix, format) in [(dump, Format::Pickle), (dump_json, Format::Json)] {
         if let Some(prefix) = prefix
-            && let Err(error) = write_dumps(&processes, prefix, form, now)
+            && let Err(error) = write_dumps(&processes, prefix, format, now)
         {
             eprintln!("ringsight: {}: {error}", prefix.display());
             exit = Exit::Error;
@@ -80,7 +80,7 @@ enum Who {
 }
 
 /// A dump for each rank of the communicator with the most ranks, which is taken for the job.
-fn write_dumps(processes: &[Process], prefix: &Path, form: Form, now: u64) -> io::Result<()> {
+fn write_dumps(processes: &[Process], prefix: &Path, format: Format, now: u64) -> io::Result<()> {
     let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let moment = Moment {
         monotonic_ns: now,
@@ -126,7 +126,7 @@ fn write_dumps(processes: &[Process], prefix: &Path, form: Form, now: u64) -> io
             .collect();
         groups.sort_by_key(|group| std::cmp::Reverse(group.members.len()));
         let dump = ringsight_dump::dump(&groups, &process.operations, &moment);
-        ringsight_dump::write(prefix, rank, form, &dump)?;
+        ringsight_dump::write(prefix, rank, format, &dump)?;
     }
     Ok(())
 }

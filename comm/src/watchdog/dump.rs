@@ -10,7 +10,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use ringsight_dump::{Form, Group, Moment};
+use ringsight_dump::{Format, Group, Moment};
 
 use super::{Watch, detector, message::Message};
 use crate::{env, log, observe};
@@ -21,7 +21,7 @@ const APART: Duration = Duration::from_secs(1);
 /// Where dumps go, and when the last one was written.
 #[derive(Debug)]
 pub(super) struct Dumps {
-    files: Vec<(PathBuf, Form)>,
+    files: Vec<(PathBuf, Format)>,
     /// `CLOCK_MONOTONIC` nanoseconds, 0 for none.
     last_ns: AtomicU64,
 }
@@ -30,8 +30,8 @@ impl Dumps {
     /// What the environment asks for.
     pub(super) fn read() -> Self {
         let forms = [
-            ("RINGSIGHT_DUMP_FILE", Form::Pickle),
-            ("RINGSIGHT_DUMP_JSON", Form::Json),
+            ("RINGSIGHT_DUMP_FILE", Format::Pickle),
+            ("RINGSIGHT_DUMP_JSON", Format::Json),
         ];
         let file = |(name, form)| env::text(name).map(|prefix| (PathBuf::from(prefix), form));
         Self {
@@ -82,7 +82,7 @@ impl Watch {
     }
 }
 
-fn write(device: i32, groups: &[Group], files: &[(PathBuf, Form)]) {
+fn write(device: i32, groups: &[Group], files: &[(PathBuf, Format)]) {
     let (Some(main), Some(pages)) = (groups.first(), observe::pages()) else {
         return;
     };
