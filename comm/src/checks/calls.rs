@@ -1,10 +1,11 @@
-//! What this rank called lately.
+//! The calls that this rank made lately.
 
 use std::collections::{HashMap, VecDeque};
 
+use super::message::CallsAnswer;
 use crate::op::{Call, Identity, OpInfo, WORK_FIFO_DEPTH};
 
-/// One call.
+/// A call, and the operation that it became.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Entry {
     op: u32,
@@ -23,19 +24,19 @@ impl Entry {
     }
 }
 
-/// Calls that are remembered: as many as can be in flight, and as many before.
+/// The most eager calls that are remembered: as many as can be in flight, and as many before.
 const REMEMBERED: usize = 2 * WORK_FIFO_DEPTH;
 
-/// Calls around a given one that a rank tells the others.
+/// The calls before and after a given one that a rank tells the others.
 const BEFORE: u64 = 256;
 const AFTER: u64 = 64;
 
 /// The calls of one rank on one communicator.
 #[derive(Debug, Default)]
 pub(super) struct Calls {
-    /// Those that run no more, or ran once; the latest last.
+    /// Eager calls, and calls of destroyed graphs; the latest last.
     recent: VecDeque<Entry>,
-    /// By graph: they may run again as long as it lives.
+    /// By graph: each may run again for as long as the graph lives.
     captured: HashMap<u32, Vec<Entry>>,
 }
 
@@ -51,7 +52,7 @@ impl Calls {
             .extend(&entries[entries.len().saturating_sub(REMEMBERED)..]);
     }
 
-    /// These have not happened: they could not be launched.
+    /// Calls that were noted could not be launched, so they have not happened.
     pub(super) fn withdraw(&mut self, graph: u32, entries: &[Entry]) {
         let stays = |entry: &Entry| !entries.iter().any(|withdrawn| withdrawn.op == entry.op);
         if graph == 0 {
@@ -61,7 +62,7 @@ impl Calls {
         }
     }
 
-    /// The graph is gone; what it sent last may still be on its way.
+    /// The graph is destroyed. What it sent last may still be on its way, so its calls stay for a while.
     pub(super) fn retire(&mut self, graph: u32) {
         if let Some(entries) = self.captured.remove(&graph) {
             self.note(0, &entries);
@@ -72,7 +73,7 @@ impl Calls {
         self.recent.iter().rev().chain(self.captured.values().flatten())
     }
 
-    /// What was called and not captured, as far as it is remembered.
+    /// The eager calls, as far as they are remembered.
     pub(super) fn eager(&self) -> impl Iterator<Item = Identity> {
         let recent = self.recent.iter().map(|entry| entry.identity);
         recent.filter(|identity| identity.graph() == 0)
@@ -83,7 +84,7 @@ impl Calls {
         self.all().find(|entry| entry.op == op).copied()
     }
 
-    /// Whether `identity` or a later one of its sequence has been called.
+    /// Whether `identity` or a later operation of its sequence has been called.
     pub(super) fn has(&self, identity: Identity) -> bool {
         let seq = identity.seq();
         // Numbers of one graph, or of no graph, are a sequence.
@@ -96,12 +97,20 @@ impl Calls {
     }
 
     /// The latest call with this tag.
-    pub(super) fn tagged(&self, tag: u32) -> Option<Entry> {
+    fn tagged(&self, tag: u32) -> Option<Entry> {
         self.all().find(|entry| entry.call.tag() == tag).copied()
     }
 
+    /// What this rank answers when it is asked for its calls around `identity`, and for the one with tag `theirs`.
+    pub(super) fn answer(&self, identity: Identity, theirs: u32) -> CallsAnswer {
+        CallsAnswer {
+            calls: self.around(identity),
+            tagged: self.tagged(theirs).map(Into::into),
+        }
+    }
+
     /// The calls around `identity` in its sequence, by number.
-    pub(super) fn around(&self, identity: Identity) -> Vec<(u64, Call)> {
+    fn around(&self, identity: Identity) -> Vec<(u64, Call)> {
         let seq = identity.seq();
         // Numbers of another graph are far away, since graphs stand in the upper half.
         let range = seq.saturating_sub(BEFORE)..=seq.saturating_add(AFTER);

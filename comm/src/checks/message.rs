@@ -1,36 +1,35 @@
-//! What ranks tell each other when their calls differ; the parser refuses everything else.
+//! Control messages between checks. The parser refuses everything that [`CheckMessage::encode`] does not write.
 
 use super::{
-    calls::Entry,
-    verdict::Finding,
+    finding::Finding,
     wire::{self, Rest, put_identity},
 };
 use crate::op::{Call, Identity};
 
 /// First four bytes: "RSCK".
 const MAGIC: u32 = u32::from_le_bytes(*b"RSCK");
-/// Longest text, bytes.
+/// The longest text, bytes.
 const MAX_TEXT: usize = 1 << 16;
-/// Ranks that are named beside it, at most.
-const MAX_ODD: usize = 64;
+/// The most ranks that are listed beside it.
+const MAX_WRONG: usize = 64;
 
 /// A control message between the ranks of a communicator.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Message {
-    /// To the rank that asks for all: at this operation of mine another one's slot arrived, with tag `theirs`.
-    Differs { mine: (Identity, Call), theirs: u32 },
-    /// From that rank to all: what did you call around `identity`, and what with tag `theirs`?
+pub(super) enum CheckMessage {
+    /// To the rank that asks for all: at this operation of the sender a slot with tag `theirs` arrived.
+    Noticed { mine: (Identity, Call), theirs: u32 },
+    /// From that rank to all: what did the receiver call around `identity`, and what with tag `theirs`?
     Ask { identity: Identity, theirs: u32 },
-    /// Back to it: this.
-    Called(Answer),
+    /// Back to it: the sender's calls.
+    Calls(CallsAnswer),
     /// From it to all: who called what.
-    Verdict(Finding),
+    Finding(Finding),
 }
 
 /// What a rank called.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Answer {
-    /// In the sequence that was asked for, by number.
+pub(super) struct CallsAnswer {
+    /// In the sequence that was asked for: numbers and calls.
     pub(super) calls: Vec<(u64, Call)>,
     /// With the tag that was asked for.
     pub(super) tagged: Option<(Identity, Call)>,
@@ -40,12 +39,12 @@ fn call(rest: &mut Rest<'_>) -> Option<Call> {
     Call::parse(rest.take()?)
 }
 
-impl Message {
+impl CheckMessage {
     /// Magic u32 | kind u8 | body.
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut bytes = MAGIC.to_le_bytes().to_vec();
         match self {
-            Self::Differs {
+            Self::Noticed {
                 mine: (identity, call),
                 theirs,
             } => {
@@ -59,7 +58,7 @@ impl Message {
                 put_identity(&mut bytes, *identity);
                 bytes.extend(theirs.to_le_bytes());
             }
-            Self::Called(Answer { calls, tagged }) => {
+            Self::Calls(CallsAnswer { calls, tagged }) => {
                 bytes.push(3);
                 bytes.push(tagged.is_some().into());
                 if let Some((identity, call)) = tagged {
@@ -71,22 +70,22 @@ impl Message {
                     bytes.extend(call.encode());
                 }
             }
-            Self::Verdict(Finding { text, odd }) => {
+            Self::Finding(Finding { text, wrong }) => {
                 bytes.push(4);
-                let odd = &odd[..odd.len().min(MAX_ODD)];
-                bytes.push(odd.len() as u8);
-                odd.iter().for_each(|rank| bytes.extend(rank.to_le_bytes()));
+                let wrong = &wrong[..wrong.len().min(MAX_WRONG)];
+                bytes.push(wrong.len() as u8);
+                wrong.iter().for_each(|rank| bytes.extend(rank.to_le_bytes()));
                 bytes.extend(&text.as_bytes()[..text.floor_char_boundary(MAX_TEXT)]);
             }
         }
         bytes
     }
 
-    /// `None` for anything that [`Message::encode`] does not write.
+    /// `None` for anything that [`CheckMessage::encode`] does not write.
     pub(super) fn parse(bytes: &[u8]) -> Option<Self> {
         let (kind, mut rest) = wire::open(MAGIC, bytes)?;
         let message = match kind {
-            1 => Self::Differs {
+            1 => Self::Noticed {
                 mine: (rest.identity()?, call(&mut rest)?),
                 theirs: rest.u32()?,
             },
@@ -104,15 +103,15 @@ impl Message {
                 while !rest.is_empty() {
                     calls.push((rest.u64()?, call(&mut rest)?));
                 }
-                Self::Called(Answer { calls, tagged })
+                Self::Calls(CallsAnswer { calls, tagged })
             }
             4 => {
                 let [count] = *rest.take()?;
-                let count = Some(usize::from(count)).filter(|count| *count <= MAX_ODD)?;
-                let odd = (0..count).map(|_| rest.u32()).collect::<Option<_>>()?;
+                let count = Some(usize::from(count)).filter(|count| *count <= MAX_WRONG)?;
+                let wrong = (0..count).map(|_| rest.u32()).collect::<Option<_>>()?;
                 let text = Some(std::mem::take(&mut rest.0)).filter(|text| text.len() <= MAX_TEXT)?;
                 let text = std::str::from_utf8(text).ok()?.to_owned();
-                Self::Verdict(Finding { text, odd })
+                Self::Finding(Finding { text, wrong })
             }
             _ => return None,
         };
@@ -120,16 +119,10 @@ impl Message {
     }
 }
 
-/// Feeds bytes to the parser, for [`crate::fuzzing`]; what it accepts must survive being written and read again.
+/// Feeds bytes to the parser, for [`crate::fuzzing`]. A message that it accepts must survive being written and read again.
 pub(crate) fn fuzz(data: &[u8]) {
-    if let Some(message) = Message::parse(data) {
+    if let Some(message) = CheckMessage::parse(data) {
         assert_eq!(message.encode(), data);
-    }
-}
-
-impl From<Entry> for (Identity, Call) {
-    fn from(entry: Entry) -> Self {
-        (entry.identity, entry.call)
     }
 }
 
@@ -167,55 +160,56 @@ mod tests {
             })
     }
 
-    fn messages() -> impl Strategy<Value = Message> {
+    fn messages() -> impl Strategy<Value = CheckMessage> {
         let answer = (
             prop::collection::vec((any::<u64>(), calls()), 0..5),
             prop::option::of((identities(), calls())),
         );
         prop_oneof![
             ((identities(), calls()), any::<u32>())
-                .prop_map(|(mine, theirs)| Message::Differs { mine, theirs }),
-            (identities(), any::<u32>()).prop_map(|(identity, theirs)| Message::Ask { identity, theirs }),
-            answer.prop_map(|(calls, tagged)| Message::Called(Answer { calls, tagged })),
-            (".{0,100}", prop::collection::vec(any::<u32>(), 0..=MAX_ODD))
-                .prop_map(|(text, odd)| Message::Verdict(Finding { text, odd })),
+                .prop_map(|(mine, theirs)| CheckMessage::Noticed { mine, theirs }),
+            (identities(), any::<u32>())
+                .prop_map(|(identity, theirs)| CheckMessage::Ask { identity, theirs }),
+            answer.prop_map(|(calls, tagged)| CheckMessage::Calls(CallsAnswer { calls, tagged })),
+            (".{0,100}", prop::collection::vec(any::<u32>(), 0..=MAX_WRONG))
+                .prop_map(|(text, wrong)| CheckMessage::Finding(Finding { text, wrong })),
         ]
     }
 
     proptest! {
         #[test]
-        fn messages_survive_and_no_parser_panics(
+        fn messages_survive_and_the_parser_never_panics(
             message in messages(), raw in prop::collection::vec(any::<u8>(), 0..80), kind: u8, cut: prop::sample::Index,
         ) {
             let bytes = message.encode();
-            prop_assert_eq!(Message::parse(&bytes), Some(message.clone()));
-            if !matches!(message, Message::Verdict(_) | Message::Called(_)) {
-                prop_assert_eq!(Message::parse(&bytes[..cut.index(bytes.len())]), None);
+            prop_assert_eq!(CheckMessage::parse(&bytes), Some(message.clone()));
+            if !matches!(message, CheckMessage::Finding(_) | CheckMessage::Calls(_)) {
+                prop_assert_eq!(CheckMessage::parse(&bytes[..cut.index(bytes.len())]), None);
             }
-            prop_assert_eq!(Message::parse(&[b"XSCK", &bytes[4..]].concat()), None);
+            prop_assert_eq!(CheckMessage::parse(&[b"XSCK", &bytes[4..]].concat()), None);
             fuzz(&[b"RSCK", &[kind % 6][..], &raw].concat());
             fuzz(&raw);
         }
     }
 
     #[test]
-    fn no_more_is_read_than_is_ever_written() {
-        let verdict = |odd: usize, text: usize| {
-            let mut bytes = [b"RSCK", &[4, odd as u8][..]].concat();
-            bytes.resize(bytes.len() + 4 * odd, 7);
+    fn longer_messages_than_are_ever_written_are_refused() {
+        let finding = |wrong: usize, text: usize| {
+            let mut bytes = [b"RSCK", &[4, wrong as u8][..]].concat();
+            bytes.resize(bytes.len() + 4 * wrong, 7);
             bytes.resize(bytes.len() + text, b'x');
-            Message::parse(&bytes)
+            CheckMessage::parse(&bytes)
         };
-        assert!(verdict(MAX_ODD, MAX_TEXT).is_some());
-        assert_eq!(verdict(MAX_ODD, MAX_TEXT + 1), None);
-        assert_eq!(verdict(MAX_ODD + 1, MAX_TEXT), None);
-        let many = Message::Verdict(Finding {
+        assert!(finding(MAX_WRONG, MAX_TEXT).is_some());
+        assert_eq!(finding(MAX_WRONG, MAX_TEXT + 1), None);
+        assert_eq!(finding(MAX_WRONG + 1, MAX_TEXT), None);
+        let many = CheckMessage::Finding(Finding {
             text: "x".repeat(MAX_TEXT + 1),
-            odd: (0..100).collect(),
+            wrong: (0..100).collect(),
         });
-        let Some(Message::Verdict(Finding { text, odd })) = Message::parse(&many.encode()) else {
-            panic!("what is written is read");
+        let Some(CheckMessage::Finding(Finding { text, wrong })) = CheckMessage::parse(&many.encode()) else {
+            panic!("an encoded message is read");
         };
-        assert_eq!((text.len(), odd), (MAX_TEXT, (0..MAX_ODD as u32).collect()));
+        assert_eq!((text.len(), wrong), (MAX_TEXT, (0..MAX_WRONG as u32).collect()));
     }
 }

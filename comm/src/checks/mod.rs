@@ -1,47 +1,72 @@
 //! Checks between ranks: do they call alike, and are they all there?
 //!
-//! Every slot carries a hash of what its rank called ([`Call::tag`]). A kernel that takes another's reports it here and
-//! waits. The ranks then tell each other by control messages what they called: the one that noticed tells rank 0 (or the
-//! first that has not left), which asks all, looks for the first operation that differs and tells all. So every rank fails with the same text, which names
-//! the ranks and their calls. The death of a rank and the failure of a connection come here, too, since one of these can
-//! be the consequence of another: the first that is certain is what the communicator fails with.
+//! Every slot of data carries a tag of what its rank called ([`Call::tag`]). A kernel that takes a slot with another tag
+//! reports that here, and waits. The ranks then tell each other by control messages what they called. Every rank fails
+//! with the same text, which names the ranks and their calls.
+//!
+//! The death of a rank and the failure of a connection come here, too, because one of these can be the consequence of
+//! another. The communicator fails with the first reason that is certain ([`diagnosis`]).
+//!
+//! # Threads
+//! | thread | enters by |
+//! |---|---|
+//! | launching threads | [`Checks::note`], [`Checks::withdraw`] |
+//! | the device's thread | [`Checks::mismatch`] |
+//! | the bootstrap's service thread | [`Checks::control`], [`Checks::rank_died`] |
+//! | the proxy's threads | [`Checks::connection_failed`] |
+//! | the watchdog's threads | [`Checks::announce`], [`Checks::has_called`] and other queries |
+//! | `rs-checks`, one per communicator and only while something is wrong | runs the [diagnosis](diagnosis) |
+//!
+//! # Invariants
+//! - The thread that hears an event never waits: it hands the event to `rs-checks`.
+//! - `rs-checks` fails the communicator once, and ends.
 
 mod calls;
+mod diagnosis;
+mod finding;
 pub(crate) mod message;
-mod reporter;
-mod verdict;
 pub(crate) mod wire;
 
 use std::{
     sync::{
         Arc, Condvar, Mutex, OnceLock, PoisonError,
         atomic::{AtomicBool, Ordering},
-        mpsc::{self, Sender},
+        mpsc::{self, Receiver, RecvTimeoutError, Sender},
     },
     thread::{self, JoinHandle},
+    time::Instant,
 };
 
-pub(crate) use crate::op::Identity;
-pub use crate::op::{Call, api_name};
+use ringsight_comm_base::{error::Error, sync::lock, threads};
+
 use calls::Calls;
 pub(crate) use calls::Entry;
-use message::Message;
-use reporter::{Event, Reporter};
-use verdict::Finding;
+use diagnosis::{Diagnosis, Failure, Peers};
+use finding::Finding;
+use message::{CallsAnswer, CheckMessage};
 
-use crate::{
-    communicator::lock,
-    error::{Error, ResultCode},
-    threads,
-};
+pub(crate) use crate::op::{Call, Identity};
 
-/// Sends a control message to one rank, or to all others; must not block. False if it cannot be sent.
+/// Sends a control message to one rank, or to all others; must not block. Returns whether it can be sent.
 pub(crate) type Post = Box<dyn Fn(Option<u32>, &[u8]) -> bool + Send + Sync>;
 /// Makes the communicator fail: keeps the error and releases every wait.
 pub(crate) type Fail = Box<dyn Fn(Error) + Send + Sync>;
-/// Told who called what, and which ranks are wrong, before the communicator fails by it; with what is to be done when it has, which
-/// may block.
-pub(crate) type Differ = Box<dyn Fn(&str, &[u32]) -> Box<dyn FnOnce()> + Send + Sync>;
+/// Called before the communicator fails because the ranks do not call alike: with the text, and the ranks that are wrong.
+/// Returns what is to be done after the failure, which may block.
+pub(crate) type OnDifference = Box<dyn Fn(&str, &[u32]) -> Box<dyn FnOnce()> + Send + Sync>;
+
+/// Something that goes wrong, or a message about it.
+#[derive(Clone, Debug)]
+enum CheckEvent {
+    /// An operation of this rank met a slot with another tag.
+    Mismatch { mine: Option<Entry>, theirs: u32 },
+    /// A message from another rank, or from this one.
+    Message { from: u32, message: CheckMessage },
+    /// The process of a rank is gone.
+    RankDied { rank: u32, text: String },
+    /// A connection failed.
+    ConnectionFailed { text: String },
+}
 
 /// The checks of one rank of a communicator.
 pub(crate) struct Checks {
@@ -50,24 +75,25 @@ pub(crate) struct Checks {
     calls: Mutex<Calls>,
     post: Post,
     fail: Fail,
-    differ: OnceLock<Differ>,
-    /// It has been found out that the ranks do not call alike; the thread may not have said so yet.
-    found: AtomicBool,
-    thread: Mutex<Thread>,
-    /// `over` was set.
-    ended: Condvar,
+    on_difference: OnceLock<OnDifference>,
+    /// It is known, here or on another rank, that the ranks do not call alike. The communicator may not have failed yet.
+    found_difference: AtomicBool,
+    reporter: Mutex<Reporter>,
+    /// Notified when the reporter is over.
+    over: Condvar,
 }
 
-/// The thread that reports; there is none while there is nothing to report.
+/// The thread that runs the diagnosis; there is none while nothing is wrong.
 #[derive(Default)]
-struct Thread {
-    events: Option<Sender<Event>>,
+struct Reporter {
+    events: Option<Sender<CheckEvent>>,
     handle: Option<JoinHandle<()>>,
-    /// The communicator has failed or ended: nothing matters any more.
-    over: bool,
+    /// The communicator has failed or ended: nothing is reported any more.
+    is_over: bool,
 }
 
 impl Checks {
+    /// Of rank `rank` among `ranks`.
     pub(crate) fn new(rank: u32, ranks: u32, post: Post, fail: Fail) -> Arc<Self> {
         Arc::new(Self {
             rank,
@@ -75,35 +101,35 @@ impl Checks {
             calls: Mutex::default(),
             post,
             fail,
-            differ: OnceLock::new(),
-            found: AtomicBool::new(false),
-            thread: Mutex::default(),
-            ended: Condvar::new(),
+            on_difference: OnceLock::new(),
+            found_difference: AtomicBool::new(false),
+            reporter: Mutex::default(),
+            over: Condvar::new(),
         })
     }
 
-    /// Lets somebody know when the ranks turn out not to call alike; once, before anything is called.
-    pub(crate) fn on_difference(&self, tell: Differ) {
-        let _ = self.differ.set(tell);
+    /// Calls `notify` when the ranks turn out not to call alike. To be called once, before any call is noted.
+    pub(crate) fn on_difference(&self, notify: OnDifference) {
+        let _ = self.on_difference.set(notify);
     }
 
-    /// Remembers calls that are about to run, or, with the number of a `graph`, to run as long as that lives.
+    /// Notes calls that are about to run; with the number of a `graph`, calls that may run for as long as it lives.
     pub(crate) fn note(&self, graph: u32, entries: &[Entry]) {
         lock(&self.calls).note(graph, entries);
     }
 
-    /// What was noted could not be launched: it has not been called, and its number will be another call's.
+    /// Calls that were noted could not be launched. They have not happened, and their numbers will be other calls'.
     pub(crate) fn withdraw(&self, graph: u32, entries: &[Entry]) {
         lock(&self.calls).withdraw(graph, entries);
     }
 
-    /// Whether an operation, or a later one of its sequence, has been called; of captured operations only those of graphs
-    /// that live.
+    /// Whether an operation, or a later one of its sequence, has been called. Of captured operations only those of living
+    /// graphs are known.
     pub(crate) fn has_called(&self, identity: Identity) -> bool {
         lock(&self.calls).has(identity)
     }
 
-    /// What has been called lately and not captured.
+    /// The latest eager calls.
     pub(crate) fn called(&self) -> Vec<Identity> {
         lock(&self.calls).eager().collect()
     }
@@ -113,84 +139,84 @@ impl Checks {
         lock(&self.calls).find(op).map(|entry| entry.call)
     }
 
-    /// A graph is gone.
+    /// A graph is destroyed.
     pub(crate) fn forget(&self, graph: u32) {
         lock(&self.calls).retire(graph);
     }
 
-    /// On the device: operation `op` of this rank met a slot with tag `theirs`.
+    /// On the device, operation `op` of this rank met a slot with tag `theirs`.
     pub(crate) fn mismatch(self: &Arc<Self>, op: u32, theirs: u32) {
         let mine = lock(&self.calls).find(op);
-        self.tell(Event::Differs { mine, theirs });
+        self.report(CheckEvent::Mismatch { mine, theirs });
     }
 
-    /// A control message has come.
+    /// A control message has come. Other parts of the library use control messages, too: those are left alone.
     pub(crate) fn control(self: &Arc<Self>, from: u32, bytes: &[u8]) {
-        // Others may use control messages, too.
-        if let Some(message) = Message::parse(bytes) {
-            self.tell(Event::Message { from, message });
+        if let Some(message) = CheckMessage::parse(bytes) {
+            self.report(CheckEvent::Message { from, message });
         }
     }
 
-    /// Whether it has been found out, here or elsewhere, that the ranks do not call alike: then they all fail, one after another.
-    pub(crate) fn have_found(&self) -> bool {
-        // Acquire: pairs with `tell`.
-        self.found.load(Ordering::Acquire)
+    /// Whether it is known, here or on another rank, that the ranks do not call alike: all of them fail soon.
+    pub(crate) fn found_difference(&self) -> bool {
+        // Acquire: pairs with `report`.
+        self.found_difference.load(Ordering::Acquire)
     }
 
     /// The process of a rank is gone.
-    pub(crate) fn lost(self: &Arc<Self>, rank: u32, text: &str) {
-        self.tell(Event::Lost {
+    pub(crate) fn rank_died(self: &Arc<Self>, rank: u32, text: &str) {
+        self.report(CheckEvent::RankDied {
             rank,
             text: text.to_owned(),
         });
     }
 
-    /// A connection between two proxies has failed.
-    pub(crate) fn network(self: &Arc<Self>, text: String) {
-        self.tell(Event::Network { text });
+    /// A connection between two proxies failed.
+    pub(crate) fn connection_failed(self: &Arc<Self>, text: String) {
+        self.report(CheckEvent::ConnectionFailed { text });
     }
 
-    /// It has been found out that the ranks do not call alike: all of them fail with this text. Who says so has said all.
+    /// The caller found out that the ranks do not call alike: all ranks fail with this text. The caller has reported it.
     pub(crate) fn announce(self: &Arc<Self>, text: String) {
-        let message = Message::Verdict(Finding {
+        let message = CheckMessage::Finding(Finding {
             text,
-            odd: Vec::new(),
+            wrong: Vec::new(),
         });
-        (self.post)(None, &message.encode());
-        self.tell(Event::Message {
+        self.send(None, &message);
+        self.report(CheckEvent::Message {
             from: self.rank,
             message,
         });
     }
 
-    fn tell(self: &Arc<Self>, event: Event) {
-        if let Event::Message {
-            message: Message::Verdict(_),
+    /// Hands an event to the reporter's thread, which is started for the first one.
+    fn report(self: &Arc<Self>, event: CheckEvent) {
+        if let CheckEvent::Message {
+            message: CheckMessage::Finding(_),
             ..
         } = &event
         {
-            // Release: the thread that brings what a rank says which gave up because of this brought this before, so whoever reads the one
-            // knows of the other.
-            self.found.store(true, Ordering::Release);
+            // Release: one thread brings all messages of a rank. So a thread that reads that a rank gave up because of the
+            // finding reads this, too.
+            self.found_difference.store(true, Ordering::Release);
         }
-        let mut thread = lock(&self.thread);
-        if thread.over {
+        let mut reporter = lock(&self.reporter);
+        if reporter.is_over {
             return;
         }
-        if let Some(events) = &thread.events {
+        if let Some(events) = &reporter.events {
             // Not taken if the thread is over and about to say so.
             let _ = events.send(event);
             return;
         }
         if matches!(
             &event,
-            Event::Message {
-                message: Message::Called(_),
+            CheckEvent::Message {
+                message: CheckMessage::Calls(_),
                 ..
             }
         ) {
-            return; // an answer to a question that we did not ask
+            return; // an answer to a question that this rank did not ask
         }
         let (events, queue) = mpsc::channel();
         let (this, first) = (Arc::clone(self), event.clone());
@@ -198,18 +224,18 @@ impl Checks {
             .name("rs-checks".into())
             .stack_size(256 << 10)
             .spawn(move || {
-                // Also after a panic: somebody may wait.
+                // Also after a panic: a thread may wait.
                 let _over = Over(&this);
-                Reporter::new(&this).run(first, &queue);
+                this.run(first, &queue);
             });
         match started {
             Ok(handle) => {
-                thread.events = Some(events);
-                thread.handle = Some(handle);
+                reporter.events = Some(events);
+                reporter.handle = Some(handle);
             }
             Err(error) => {
-                // Better a poor report than none.
-                drop(thread);
+                // A poor report is better than none.
+                drop(reporter);
                 let _over = Over(self);
                 (self.fail)(
                     event
@@ -220,56 +246,223 @@ impl Checks {
         }
     }
 
-    /// Waits until what has been told is known to be the communicator's failure, or it ends: a few seconds at most.
+    /// Runs the diagnosis until it fails the communicator, or until this ends (the sender of `queue` is gone).
+    fn run(&self, first: CheckEvent, queue: &Receiver<CheckEvent>) {
+        let mut diagnosis = Diagnosis::new(self.rank, self.ranks);
+        let mut event = first;
+        loop {
+            if let Some(failure) = diagnosis.hear(event, self, Instant::now()) {
+                return self.fail_with(failure);
+            }
+            let next = match diagnosis.deadline() {
+                Some(deadline) => queue.recv_timeout(deadline.saturating_duration_since(Instant::now())),
+                None => queue.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            };
+            event = match next {
+                Ok(event) => event,
+                Err(RecvTimeoutError::Timeout) => {
+                    if let Some(failure) = diagnosis.give_up_waiting(self) {
+                        self.fail_with(failure);
+                    }
+                    return;
+                }
+                Err(RecvTimeoutError::Disconnected) => return,
+            };
+        }
+    }
+
+    fn fail_with(&self, failure: Failure) {
+        let Failure { error, wrong } = failure;
+        // First: operations in progress end with the communicator's failure.
+        let notify = self.on_difference.get().filter(|_| !wrong.is_empty());
+        let after = notify.map(|notify| notify(&error.text, &wrong));
+        (self.fail)(error);
+        if let Some(after) = after {
+            after();
+        }
+    }
+
+    /// Waits until an event that was reported has failed the communicator, or the communicator ends: a few seconds at most.
     pub(crate) fn wait(&self) {
-        let thread = lock(&self.thread);
+        let reporter = lock(&self.reporter);
         drop(
-            self.ended
-                .wait_while(thread, |thread| !thread.over)
+            self.over
+                .wait_while(reporter, |reporter| !reporter.is_over)
                 .unwrap_or_else(PoisonError::into_inner),
         );
     }
 
     /// The communicator ends: nothing is reported any more.
     pub(crate) fn stop(&self) {
-        let mut thread = lock(&self.thread);
-        thread.over = true;
-        self.ended.notify_all();
+        let mut reporter = lock(&self.reporter);
+        reporter.is_over = true;
+        self.over.notify_all();
         // Hangs up, which ends the thread.
-        thread.events = None;
-        let handle = thread.handle.take();
-        drop(thread);
+        reporter.events = None;
+        let handle = reporter.handle.take();
+        drop(reporter);
         if let Some(handle) = handle {
             threads::join(handle);
         }
     }
 }
 
-/// Nothing is reported any more once this is dropped.
+impl Peers for Checks {
+    fn send(&self, to: Option<u32>, message: &CheckMessage) -> bool {
+        (self.post)(to, &message.encode())
+    }
+
+    fn own_calls(&self, identity: Identity, theirs: u32) -> CallsAnswer {
+        lock(&self.calls).answer(identity, theirs)
+    }
+}
+
+/// The reporter is over when this is dropped.
 struct Over<'a>(&'a Checks);
 
 impl Drop for Over<'_> {
     fn drop(&mut self) {
-        lock(&self.0.thread).over = true;
-        self.0.ended.notify_all();
+        lock(&self.0.reporter).is_over = true;
+        self.0.over.notify_all();
     }
 }
 
-impl Event {
-    /// What can be said without the other ranks.
-    fn alone(&self) -> Error {
-        match self {
-            Self::Differs { mine: Some(mine), .. } => Error::usage(format!(
-                "{} of this rank met another operation: the ranks do not call the same",
-                mine.call
-            )),
-            Self::Differs { mine: None, .. } | Self::Message { .. } => {
-                Error::usage("the ranks do not call the same operations in the same order")
-            }
-            Self::Lost { rank, text } => {
-                Error::new(ResultCode::RemoteError, format!("rank {rank} is gone: {text}"))
-            }
-            Self::Network { text } => Error::new(ResultCode::RemoteError, text.clone()),
+#[cfg(test)]
+mod tests {
+    //! The thread and its hand-over. What is found, and when, is tested by a virtual clock in [`diagnosis`](super::diagnosis).
+
+    use std::time::Duration;
+
+    use ringsight_records::{DataType, Flags, Function, ReduceOp};
+
+    use super::*;
+    use crate::{error::ResultCode, op::OpInfo};
+
+    /// No wait takes so long on a machine that runs at all.
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    /// The checks of rank 1 of 2, whose messages nobody hears, and the errors that they fail with.
+    fn checks_of_rank_1() -> (Arc<Checks>, Receiver<Error>) {
+        let (tell, failed) = mpsc::channel();
+        let tell = Mutex::new(tell);
+        let fail = move |error| lock(&tell).send(error).unwrap();
+        (Checks::new(1, 2, Box::new(|_, _| true), Box::new(fail)), failed)
+    }
+
+    fn finding() -> Finding {
+        Finding {
+            text: "rank 0 waits for rank 1, rank 1 for rank 0".to_owned(),
+            wrong: vec![0, 1],
         }
+    }
+
+    #[test]
+    fn who_is_wrong_is_told_before_the_failure_and_once() {
+        let (checks, failed) = checks_of_rank_1();
+        let (tell, told) = mpsc::channel();
+        let tell = Mutex::new(tell);
+        checks.on_difference(Box::new(move |text, wrong| {
+            lock(&tell).send((text.to_owned(), wrong.to_vec())).unwrap();
+            Box::new(|| ())
+        }));
+        for _ in 0..2 {
+            checks.control(0, &CheckMessage::Finding(finding()).encode());
+        }
+        let error = failed.recv_timeout(PATIENCE).unwrap();
+        assert_eq!(
+            (error.code, &error.text),
+            (ResultCode::InvalidUsage, &finding().text)
+        );
+        assert_eq!(told.try_recv().unwrap(), (finding().text, finding().wrong));
+        checks.wait();
+        checks.rank_died(0, "killed");
+        checks.stop();
+        assert!(failed.try_recv().is_err() && told.try_recv().is_err());
+    }
+
+    /// A rank that heard of a finding gives up, and is late for the ranks that have not failed yet.
+    #[test]
+    fn a_finding_is_known_before_the_communicator_fails_by_it() {
+        let (go_on, held) = mpsc::channel::<()>();
+        let (tell, failed) = mpsc::channel();
+        let (held, tell) = (Mutex::new(held), Mutex::new(tell));
+        let fail = move |error: Error| {
+            lock(&held).recv_timeout(PATIENCE).unwrap();
+            lock(&tell).send(error).unwrap();
+        };
+        let checks = Checks::new(1, 2, Box::new(|_, _| true), Box::new(fail));
+        assert!(!checks.found_difference());
+        checks.control(0, &CheckMessage::Finding(finding()).encode());
+        assert!(checks.found_difference());
+        go_on.send(()).unwrap();
+        assert_eq!(failed.recv_timeout(PATIENCE).unwrap().text, finding().text);
+        checks.stop();
+    }
+
+    #[test]
+    fn the_thread_fails_the_communicator_at_the_deadline() {
+        let (checks, failed) = checks_of_rank_1();
+        checks.connection_failed("rank 1 to rank 0 broke".into());
+        let error = failed.recv_timeout(PATIENCE).unwrap();
+        assert_eq!(
+            error,
+            Error::new(ResultCode::RemoteError, "rank 1 to rank 0 broke")
+        );
+        checks.stop();
+    }
+
+    #[test]
+    fn calls_are_answered_as_they_were_noted() {
+        let (posts, posted) = mpsc::channel();
+        let posts = Mutex::new(posts);
+        let post = move |to: Option<u32>, bytes: &[u8]| {
+            let message = CheckMessage::parse(bytes).unwrap();
+            lock(&posts).send((to, message)).is_ok()
+        };
+        let checks = Checks::new(1, 2, Box::new(post), Box::new(|_| {}));
+        let call = Call {
+            function: Function::AllReduce,
+            count: 3,
+            data_type: DataType::Float32,
+            reduce_op: ReduceOp::Sum,
+            peer: None,
+            place: None,
+        };
+        let info = OpInfo {
+            op: 9,
+            comm: 1,
+            seq: 4,
+            bytes: 0,
+            rank: 1,
+            peer: -1,
+            flags: Flags(0),
+        };
+        checks.note(0, &[Entry::new(&info, call)]);
+        let identity = Identity::Collective { seq: 4 };
+        let question = CheckMessage::Ask {
+            identity,
+            theirs: call.tag(),
+        };
+        checks.control(0, &question.encode());
+        let answer = CallsAnswer {
+            calls: vec![(4, call)],
+            tagged: Some((identity, call)),
+        };
+        assert_eq!(
+            posted.recv_timeout(PATIENCE).unwrap(),
+            (Some(0), CheckMessage::Calls(answer))
+        );
+        checks.stop();
+    }
+
+    #[test]
+    fn nothing_is_reported_after_the_end() {
+        let (checks, failed) = checks_of_rank_1();
+        checks.mismatch(1, 2);
+        checks.stop();
+        checks.mismatch(1, 2);
+        checks.rank_died(0, "killed");
+        assert!(failed.try_recv().is_err());
+        assert!(lock(&checks.reporter).handle.is_none());
     }
 }

@@ -37,7 +37,7 @@ impl Communicator {
     pub(crate) fn reason(&self, error: Error) -> Error {
         if error.code == ResultCode::RemoteError && self.check_usable().is_ok() {
             // The ranks' operations no longer fit together either way.
-            self.launch.checks.network(error.text.clone());
+            self.launch.checks.connection_failed(error.text.clone());
             self.launch.checks.wait();
         }
         self.check_usable().err().unwrap_or(error)

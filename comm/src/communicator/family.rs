@@ -49,7 +49,7 @@ impl Members {
     fn failed(&self, comm: u64, text: &str) {
         for member in &*lock(&self.0) {
             if member.domain == comm || member.id == comm {
-                member.checks.network(text.to_owned());
+                member.checks.connection_failed(text.to_owned());
             }
         }
     }

@@ -45,7 +45,7 @@ impl Losses {
             drop(state);
             // First: what is in progress ends with the communicator's failure.
             let report = watch.and_then(|watch| watch.lost(rank));
-            checks.lost(rank, text);
+            checks.rank_died(rank, text);
             if let Some(report) = report {
                 report.say();
             }
@@ -63,7 +63,7 @@ impl Losses {
         let first = state.first.take();
         drop(state);
         if let Some((rank, text)) = first {
-            checks.lost(rank, &text);
+            checks.rank_died(rank, &text);
         }
     }
 

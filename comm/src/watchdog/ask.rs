@@ -93,7 +93,7 @@ impl Watch {
     /// The ranks do not call alike, or this one has given up its operations: why they do not end is known, and what the ranks do not do
     /// from now on is a consequence.
     fn is_given_up(&self) -> bool {
-        self.checks.have_found() || self.done.get().is_some()
+        self.checks.found_difference() || self.done.get().is_some()
     }
 
     fn is_in_progress(&self, run: Run) -> bool {
