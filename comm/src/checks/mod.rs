@@ -45,7 +45,7 @@ use diagnosis::{Diagnosis, Failure, Peers};
 use finding::Finding;
 use message::{CallsAnswer, CheckMessage};
 
-pub(crate) use crate::op::{Call, Identity};
+use crate::op::{Call, Identity};
 
 /// Sends a control message to one rank, or to all others; must not block. Returns whether it can be sent.
 pub(crate) type Post = Box<dyn Fn(Option<u32>, &[u8]) -> bool + Send + Sync>;

@@ -394,9 +394,9 @@ impl Making<'_> {
         topology: &Arc<Topology>,
         (checks, letters): (&Arc<Checks>, Letters),
         proxy: &Proxy,
-    ) -> Result<Option<watchdog::Detected>> {
+    ) -> Result<Option<watchdog::RegisteredWatch>> {
         let Some(settings) = self.watchdog else {
-            let unwatched = watchdog::Unwatched {
+            let responder = watchdog::PassiveResponder {
                 comm: id,
                 stalls: proxy.stalls(),
                 topology: topology.clone(),
@@ -404,38 +404,44 @@ impl Making<'_> {
                 post: post_over(bootstrap),
             };
             hear(bootstrap, checks, letters, move |from, bytes| {
-                unwatched.control(from, bytes);
+                responder.on_control_message(from, bytes);
             });
             return Ok(None);
         };
         let device = device()?;
-        let events = (settings.source == watchdog::Source::Events)
-            .then(|| watchdog::Events::new(device.clone(), self.device, &settings));
-        let subject = watchdog::Subject {
+        let tracker = (settings.source == watchdog::ProgressSource::Events)
+            .then(|| watchdog::PlanTracker::new(device.clone(), self.device, &settings));
+        let watched = watchdog::WatchedCommunicator {
             comm: id,
             name: self.config.name.clone(),
             device: self.device,
-            events,
+            tracker,
             topology: topology.clone(),
             checks: checks.clone(),
-            life: self.life.clone(),
+            failure: self.life.clone(),
             post: post_over(bootstrap),
             stalls: proxy.stalls(),
             moves: proxy.moves(id),
         };
-        let watch = watchdog::Watch::new(subject, settings);
+        let watch = watchdog::Watch::new(watched, settings);
+        let watching = Arc::downgrade(&watch);
+        self.life.before_failure(Box::new(move || {
+            if let Some(watch) = watching.upgrade() {
+                watch.give_up();
+            }
+        }));
         let watching = Arc::downgrade(&watch);
         checks.on_difference(Box::new(move |text, odd| {
-            let report = watching.upgrade().and_then(|watch| watch.differ(text, odd));
-            Box::new(move || report.into_iter().for_each(watchdog::Report::say))
+            let report = watching.upgrade().and_then(|watch| watch.calls_differ(text, odd));
+            Box::new(move || report.into_iter().for_each(watchdog::Report::log))
         }));
         let watching = Arc::downgrade(&watch);
         hear(bootstrap, checks, letters, move |from, bytes| {
             if let Some(watch) = watching.upgrade() {
-                watch.control(from, bytes);
+                watch.on_control_message(from, bytes);
             }
         });
-        Ok(Some(watchdog::Detected::new(watch)))
+        Ok(Some(watchdog::RegisteredWatch::new(watch)))
     }
 }
 

@@ -15,6 +15,7 @@ use super::lock;
 use crate::{
     error::{Error, Result, ResultCode},
     threads,
+    watchdog::FailureControl,
 };
 
 /// Failures that happen behind the caller's back.
@@ -76,6 +77,16 @@ impl Faults {
         };
         // Relaxed: who still sees one finds none.
         self.any.store(false, Ordering::Relaxed);
+    }
+}
+
+impl FailureControl for Lifecycle {
+    fn set_error(&self, error: Error) {
+        self.faults.set(error);
+    }
+
+    fn fail(&self, error: Error) {
+        self.fail(error);
     }
 }
 

@@ -44,10 +44,10 @@ impl Losses {
             let watch = state.watch.as_ref().and_then(Weak::upgrade);
             drop(state);
             // First: what is in progress ends with the communicator's failure.
-            let report = watch.and_then(|watch| watch.lost(rank));
+            let report = watch.and_then(|watch| watch.rank_died(rank));
             checks.rank_died(rank, text);
             if let Some(report) = report {
-                report.say();
+                report.log();
             }
             return;
         }

@@ -16,7 +16,7 @@ use crate::{
     progress::{RetireQueue, Retired},
     proxy::Connector,
     transport::RingConnections,
-    watchdog::{Detected, Watch},
+    watchdog::{RegisteredWatch, Watch},
 };
 
 /// What the launches of one communicator work with. It is fixed when the communicator is made.
@@ -44,7 +44,7 @@ pub(crate) struct LaunchContext {
     /// Whether the ranks call alike, and are there.
     pub(crate) checks: Arc<Checks>,
     /// `None` if the watchdog is off.
-    pub(crate) watch: Option<Detected>,
+    pub(crate) watch: Option<RegisteredWatch>,
 }
 
 /// What changes with each launch of a communicator: held by the thread that launches.
@@ -96,7 +96,7 @@ impl LaunchContext {
                 checks.forget(graph);
                 forget(graph);
                 if let Some(watch) = watch.as_ref().and_then(Weak::upgrade) {
-                    watch.forget(graph);
+                    watch.forget_graph(graph);
                 }
                 retired.put(Retired::Graph(graph));
             }),

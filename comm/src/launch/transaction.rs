@@ -14,7 +14,7 @@ use crate::{
     checks,
     device::{Capture, Device, Stream},
     observe,
-    watchdog::{Events, Track},
+    watchdog::{PlanTracker, TrackedPlan, Watch},
 };
 
 /// One plan on its way to the device. It enters, in this order, the event tracker, the submitted plans, the watchdog and the checks. Dropped without
@@ -29,7 +29,7 @@ pub(super) struct LaunchTransaction<'a> {
     /// Graph number, 0 for a plan that runs once.
     graph: u32,
     calls: &'a [checks::Entry],
-    track: Option<(&'a Events, Arc<Track>)>,
+    track: Option<(&'a PlanTracker, Arc<TrackedPlan>)>,
     /// When the plan entered.
     start_ns: u64,
     is_committed: bool,
@@ -50,7 +50,7 @@ impl<'a> LaunchTransaction<'a> {
         }: ReadyPlan,
         (device, stream, capture): (&dyn Device, Stream, Option<Capture>),
     ) -> Result<(Self, Arc<Launch>)> {
-        let events = context.watch().and_then(|watch| watch.events());
+        let events = context.watch().and_then(Watch::tracker);
         let track = match events {
             Some(events) => Some((&**events, events.begin(device, stream, capture)?)),
             None => None,
@@ -100,7 +100,7 @@ impl<'a> LaunchTransaction<'a> {
         if marked.is_err()
             && let Some(watch) = self.context.watch()
         {
-            watch.lose_track(self.number);
+            watch.stop_tracking(self.number);
         }
         marked
     }

@@ -1,4 +1,4 @@
-//! Dumps of what ranks are in, written when one of them finds a hang: by every rank of the communicator that can still hear it.
+//! Dumps of a rank's operations. When a rank finds a hang, every rank of the communicator that can hear it writes one.
 
 use std::{
     path::PathBuf,
@@ -10,43 +10,44 @@ use std::{
     time::{Duration, SystemTime},
 };
 
+use ringsight_comm_base::{env, log};
 use ringsight_dump::{Format, Group, Moment};
 
-use super::{Watch, detector, message::Message};
-use crate::{env, log, observe};
+use super::{Watch, message::WatchdogMessage, thread::watches_of_rank};
+use crate::observe;
 
-/// Of several verdicts in so short a time one dump is enough.
-const APART: Duration = Duration::from_secs(1);
+/// The shortest time from one dump to the next: one is enough for several verdicts.
+const SHORTEST_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Where dumps go, and when the last one was written.
 #[derive(Debug)]
-pub(super) struct Dumps {
-    files: Vec<(PathBuf, Format)>,
+pub(super) struct DumpFiles {
+    prefixes: Vec<(PathBuf, Format)>,
     /// `CLOCK_MONOTONIC` nanoseconds, 0 for none.
     last_ns: AtomicU64,
 }
 
-impl Dumps {
-    /// What the environment asks for.
-    pub(super) fn read() -> Self {
-        let forms = [
+impl DumpFiles {
+    /// Reads the environment.
+    pub(super) fn from_env() -> Self {
+        let formats = [
             ("RINGSIGHT_DUMP_FILE", Format::Pickle),
             ("RINGSIGHT_DUMP_JSON", Format::Json),
         ];
-        let file = |(name, form)| env::text(name).map(|prefix| (PathBuf::from(prefix), form));
+        let prefix = |(name, format)| env::text(name).map(|prefix| (PathBuf::from(prefix), format));
         Self {
-            files: forms.into_iter().filter_map(file).collect(),
+            prefixes: formats.into_iter().filter_map(prefix).collect(),
             last_ns: AtomicU64::new(0),
         }
     }
 
-    /// Whether it is time for one.
-    fn is_due(&self, now: u64) -> bool {
-        // Relaxed: nothing hangs on it but how often a file is written.
+    /// Whether a dump is to be written at `now`.
+    fn take_turn(&self, now: u64) -> bool {
+        // Relaxed: nothing depends on it but how often a file is written.
         let last = self.last_ns.load(Ordering::Relaxed);
-        let due = last == 0 || now.saturating_sub(last) >= APART.as_nanos() as u64;
-        !self.files.is_empty()
-            && due
+        let is_due = last == 0 || now.saturating_sub(last) >= SHORTEST_INTERVAL.as_nanos() as u64;
+        !self.prefixes.is_empty()
+            && is_due
             && self
                 .last_ns
                 .compare_exchange(last, now, Ordering::Relaxed, Ordering::Relaxed)
@@ -55,34 +56,36 @@ impl Dumps {
 }
 
 impl Watch {
-    /// A hang has been found here: this rank and all others write what they are in.
-    pub(super) fn dump_all(&self) {
-        if !self.dumps.files.is_empty() {
-            (self.post)(None, &Message::Dump.encode());
+    /// This rank found a hang: it writes a dump, and asks all others to do so.
+    pub(super) fn dump_on_all_ranks(&self) {
+        if !self.dump_files.prefixes.is_empty() {
+            (self.post)(None, &WatchdogMessage::WriteDump.encode());
             self.dump();
         }
     }
 
-    /// Writes what this rank is in, on a thread of its own: file systems may block.
+    /// Writes a dump of this rank, on a thread of its own because file systems may block.
     pub(super) fn dump(&self) {
-        let watches = detector::of_rank(self);
-        // The file is the rank's: of its communicators that all find a hang one writes it.
-        let first = watches.first().map_or(&self.dumps, |watch| &watch.dumps);
-        if !first.is_due(observe::now_ns()) {
+        let watches = watches_of_rank(self);
+        // The file is the rank's: of its communicators that all find a hang, one writes it.
+        let first = watches
+            .first()
+            .map_or(&self.dump_files, |watch| &watch.dump_files);
+        if !first.take_turn(observe::now_ns()) {
             return;
         }
         let groups = groups(&watches);
-        let (device, files) = (self.device, self.dumps.files.clone());
+        let (device, prefixes) = (self.device, self.dump_files.prefixes.clone());
         let started = thread::Builder::new()
             .name("rs-dump".into())
-            .spawn(move || write(device, &groups, &files));
+            .spawn(move || write(device, &groups, &prefixes));
         if let Err(error) = started {
             tracing::warn!(target: log::INIT, "no thread to write a dump: {error}");
         }
     }
 }
 
-fn write(device: i32, groups: &[Group], files: &[(PathBuf, Format)]) {
+fn write(device: i32, groups: &[Group], prefixes: &[(PathBuf, Format)]) {
     let (Some(main), Some(pages)) = (groups.first(), observe::pages()) else {
         return;
     };
@@ -93,8 +96,8 @@ fn write(device: i32, groups: &[Group], files: &[(PathBuf, Format)]) {
     };
     let operations: Vec<_> = pages.descriptions().collect();
     let dump = ringsight_dump::dump(groups, &operations, &moment);
-    for (prefix, form) in files {
-        let line = match ringsight_dump::write(prefix, main.rank, *form, &dump) {
+    for (prefix, format) in prefixes {
+        let line = match ringsight_dump::write(prefix, main.rank, *format, &dump) {
             Ok(path) => format!("what rank {} is in is written to {}", main.rank, path.display()),
             Err(error) => format!(
                 "what rank {} is in cannot be written to {}{}: {error}",
@@ -107,13 +110,13 @@ fn write(device: i32, groups: &[Group], files: &[(PathBuf, Format)]) {
     }
 }
 
-/// The communicators of a rank. The one with the most ranks is the job, as far as can be known here: its numbers are those of
-/// the others' ranks, too, and of the file.
+/// The communicators of a rank, the largest first. The largest one counts as the job: its rank numbers are those of the
+/// members of the others, and of the file.
 fn groups(watches: &[Arc<Watch>]) -> Vec<Group> {
     let mut watches: Vec<&Arc<Watch>> = watches.iter().collect();
-    // Stable: of several with as many ranks the first that was made.
+    // Stable: of equally large ones the one that was made first.
     watches.sort_by_key(|watch| std::cmp::Reverse(watch.ranks));
-    let main = watches.first().map(|watch| watch.places()).unwrap_or_default();
+    let job = watches.first().map(|watch| watch.places()).unwrap_or_default();
     watches
         .iter()
         .filter_map(|watch| {
@@ -121,7 +124,7 @@ fn groups(watches: &[Arc<Watch>]) -> Vec<Group> {
                 id: watch.comm,
                 name: watch.name.clone(),
                 rank: watch.rank,
-                members: ringsight_dump::members(&main, &watch.places())?,
+                members: ringsight_dump::members(&job, &watch.places())?,
             })
         })
         .collect()

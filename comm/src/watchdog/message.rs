@@ -1,88 +1,66 @@
-//! What watchdogs ask each other; the parser refuses everything else.
+//! Control messages between watchdogs. The parser refuses everything that [`WatchdogMessage::encode`] does not write.
+//!
+//! | message | from | to | answer |
+//! |---|---|---|---|
+//! | [`Query`](WatchdogMessage::Query) | a rank with an overdue operation | ranks of the operation | `Answer` |
+//! | [`HealthQuery`](WatchdogMessage::HealthQuery) | the same, about a silent rank | ranks of that rank's node | `HealthAnswer` |
+//! | [`GaveUp`](WatchdogMessage::GaveUp) | a rank that gives up its operations | all | – |
+//! | [`Debugger`](WatchdogMessage::Debugger) | a rank that a debugger attaches to, or detaches from | all | – |
+//! | [`WriteDump`](WatchdogMessage::WriteDump) | a rank that found a hang | all | – |
 
 use ringsight_records::{PathCause, Waits, connection::DEVICE_NAME_BYTES, pages::text};
 
-use super::{
-    done::Done,
-    position::{Answer, HeldUp, Position, Run},
+use super::rules::{
+    completed::CompletedRuns,
+    evidence::{BlockingOperation, OperationRun, Position, ProcessHealth, RankAnswer},
 };
 use crate::{
     checks::wire::{self, Rest, put_identity},
-    process::{Stat, State},
     proxy::stalls::{Stall, Why},
-    topology::Topology,
 };
 
 /// First four bytes: "RSWD".
 const MAGIC: u32 = u32::from_le_bytes(*b"RSWD");
 
-/// What a rank's node says of the rank's process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Health {
-    /// Nothing can be found out.
-    Unknown,
-    /// It runs or sleeps.
-    Alive,
-    /// It is stopped by a signal.
-    Stopped,
-    /// It is gone.
-    Gone,
-    /// A debugger holds it.
-    Traced,
-}
+/// By its code in messages.
+const HEALTH: [ProcessHealth; 5] = [
+    ProcessHealth::Unknown,
+    ProcessHealth::Alive,
+    ProcessHealth::Stopped,
+    ProcessHealth::Gone,
+    ProcessHealth::Traced,
+];
 
-impl Health {
-    const ALL: [Self; 5] = [
-        Self::Unknown,
-        Self::Alive,
-        Self::Stopped,
-        Self::Gone,
-        Self::Traced,
-    ];
-
-    /// What the system says of the process of a rank, if it is of this node.
-    pub(super) fn of(topology: &Topology, rank: u32) -> Self {
-        if topology.node_of(rank) != topology.node_of(topology.rank()) {
-            return Self::Unknown;
-        }
-        let info = topology.info(rank);
-        // In a pid namespace of its own it has another number here, and another process may have this one.
-        let found = Stat::of(info.pid).filter(|stat| stat.start_time == info.process_start_time);
-        found.map_or(Self::Unknown, |stat| match stat.state {
-            State::Stopped => Self::Stopped,
-            State::Traced => Self::Traced,
-            State::Ended => Self::Gone,
-            State::Alive => Self::Alive,
-        })
-    }
-}
-
-/// A control message between the ranks of a communicator. Answers repeat the number of the question.
+/// A control message between the ranks of a communicator. An answer repeats the number of its query.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Message {
-    /// Where are you with this run?
-    Where { query: u32, run: Run },
-    /// Here.
-    Here { query: u32, answer: Answer },
-    /// To a rank on the node of a silent one: what is the matter with it?
-    Look { query: u32, rank: u32 },
-    /// This.
-    Looked { query: u32, rank: u32, health: Health },
-    /// To all: this rank gives up its operations, but for what it is done with; nobody need ask.
-    Ended { done: Done },
-    /// To all: a hang has been found, write what you are in.
-    Dump,
-    /// To all: a debugger has taken this rank's process, or has left it.
-    Traced { is: bool },
+pub(super) enum WatchdogMessage {
+    /// Where is the receiver with this run?
+    Query { query: u32, run: OperationRun },
+    /// The sender is here with it.
+    Answer { query: u32, answer: RankAnswer },
+    /// What is the state of the process of this rank, which is of the receiver's node?
+    HealthQuery { query: u32, rank: u32 },
+    /// Its process is in this state.
+    HealthAnswer {
+        query: u32,
+        rank: u32,
+        health: ProcessHealth,
+    },
+    /// The sender gives up its operations, but for these runs; nobody need ask it.
+    GaveUp { completed: CompletedRuns },
+    /// The sender found a hang: the receiver writes a dump.
+    WriteDump,
+    /// A debugger attached to the sender's process, or detached from it.
+    Debugger { is_attached: bool },
 }
 
-fn put_run(bytes: &mut Vec<u8>, run: Run) {
+fn put_run(bytes: &mut Vec<u8>, run: OperationRun) {
     put_identity(bytes, run.identity);
     bytes.extend(run.replay.to_le_bytes());
 }
 
-fn run(rest: &mut Rest<'_>) -> Option<Run> {
-    Some(Run {
+fn run(rest: &mut Rest<'_>) -> Option<OperationRun> {
+    Some(OperationRun {
         identity: rest.identity()?,
         replay: rest.u32()?,
     })
@@ -135,7 +113,7 @@ fn stall(rest: &mut Rest<'_>) -> Option<Stall> {
     })
 }
 
-impl Message {
+impl WatchdogMessage {
     /// Magic u32 | kind u8 | query u32 | body.
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut bytes = MAGIC.to_le_bytes().to_vec();
@@ -144,11 +122,11 @@ impl Message {
             bytes.extend(query.to_le_bytes());
         };
         match *self {
-            Self::Where { query, run } => {
+            Self::Query { query, run } => {
                 begin(1, query);
                 put_run(&mut bytes, run);
             }
-            Self::Here { query, answer } => {
+            Self::Answer { query, answer } => {
                 begin(2, query);
                 let (code, words) = match answer.position {
                     Position::NotLaunched { idle_ns } => (0, [idle_ns, 0, 0]),
@@ -158,57 +136,61 @@ impl Message {
                         still_ns,
                         waits,
                     } => (2, [since_ns, still_ns, waits.map_or(0, Waits::word)]),
-                    Position::Done => (3, [0; 3]),
-                    Position::Ended => (4, [0; 3]),
-                    Position::Faulted => (5, [0; 3]),
-                    Position::Unwatched { called } => (6, [called.into(), 0, 0]),
+                    Position::Completed => (3, [0; 3]),
+                    Position::CommunicatorEnded => (4, [0; 3]),
+                    Position::DeviceFailed => (5, [0; 3]),
+                    Position::WatchdogOff { called } => (6, [called.into(), 0, 0]),
                 };
                 bytes.push(code);
                 bytes.extend(words.into_iter().flat_map(u64::to_le_bytes));
-                let (held_up, stall) = (answer.held_up.is_some(), answer.stall.is_some());
-                let bars_ns = answer.held_up.and_then(|held| held.bars_ns);
-                let flags = [held_up, answer.is_old, stall, bars_ns.is_some()];
+                let awaits_asker_ns = answer.blocked_by.and_then(|blocking| blocking.awaits_asker_ns);
+                let flags = [
+                    answer.blocked_by.is_some(),
+                    answer.is_stale,
+                    answer.stall.is_some(),
+                    awaits_asker_ns.is_some(),
+                ];
                 bytes.push(
                     flags
                         .iter()
                         .rev()
                         .fold(0, |byte, flag| byte << 1 | u8::from(*flag)),
                 );
-                if let Some(held) = answer.held_up {
-                    bytes.extend(held.comm.to_le_bytes());
-                    put_run(&mut bytes, held.run);
-                    bytes.extend(held.since_ns.to_le_bytes());
-                    bytes.extend(bars_ns.iter().flat_map(|ns| ns.to_le_bytes()));
+                if let Some(blocking) = answer.blocked_by {
+                    bytes.extend(blocking.comm.to_le_bytes());
+                    put_run(&mut bytes, blocking.run);
+                    bytes.extend(blocking.since_ns.to_le_bytes());
+                    bytes.extend(awaits_asker_ns.iter().flat_map(|ns| ns.to_le_bytes()));
                 }
                 if let Some(stall) = &answer.stall {
                     put_stall(&mut bytes, stall);
                 }
             }
-            Self::Look { query, rank } => {
+            Self::HealthQuery { query, rank } => {
                 begin(3, query);
                 bytes.extend(rank.to_le_bytes());
             }
-            Self::Looked { query, rank, health } => {
+            Self::HealthAnswer { query, rank, health } => {
                 begin(4, query);
                 bytes.extend(rank.to_le_bytes());
-                bytes.push(health as u8);
+                bytes.push(health_code(health));
             }
-            Self::Ended { ref done } => {
+            Self::GaveUp { ref completed } => {
                 begin(5, 0);
-                done.runs.iter().for_each(|run| put_run(&mut bytes, *run));
+                completed.lasts.iter().for_each(|run| put_run(&mut bytes, *run));
             }
-            Self::Dump => begin(6, 0),
-            Self::Traced { is } => begin(7, is.into()),
+            Self::WriteDump => begin(6, 0),
+            Self::Debugger { is_attached } => begin(7, is_attached.into()),
         }
         bytes
     }
 
-    /// `None` for anything that [`Message::encode`] does not write.
+    /// `None` for anything that [`WatchdogMessage::encode`] does not write.
     pub(super) fn parse(bytes: &[u8]) -> Option<Self> {
         let (kind, mut rest) = wire::open(MAGIC, bytes)?;
         let query = rest.u32()?;
         let message = match kind {
-            1 => Self::Where {
+            1 => Self::Query {
                 query,
                 run: run(&mut rest)?,
             },
@@ -228,70 +210,82 @@ impl Message {
                             waits,
                         }
                     }
-                    (3, [0, 0, 0]) => Position::Done,
-                    (4, [0, 0, 0]) => Position::Ended,
-                    (5, [0, 0, 0]) => Position::Faulted,
-                    (6, [called @ 0..=1, 0, 0]) => Position::Unwatched { called: called == 1 },
+                    (3, [0, 0, 0]) => Position::Completed,
+                    (4, [0, 0, 0]) => Position::CommunicatorEnded,
+                    (5, [0, 0, 0]) => Position::DeviceFailed,
+                    (6, [called @ 0..=1, 0, 0]) => Position::WatchdogOff { called: called == 1 },
                     _ => return None,
                 };
-                // Only what keeps the rank stands in its way.
+                // An operation that awaits the asker is one that blocks the rank.
                 let [flags @ (0..=7 | 9 | 11 | 13 | 15)] = *rest.take()? else {
                     return None;
                 };
-                let held_up = match flags & 1 {
+                let blocked_by = match flags & 1 {
                     0 => None,
-                    _ => Some(HeldUp {
+                    _ => Some(BlockingOperation {
                         comm: rest.u64()?,
                         run: run(&mut rest)?,
                         since_ns: rest.u64()?,
-                        bars_ns: match flags & 8 {
+                        awaits_asker_ns: match flags & 8 {
                             0 => None,
                             _ => Some(rest.u64()?),
                         },
                     }),
                 };
-                let answer = Answer {
+                let answer = RankAnswer {
                     position,
-                    held_up,
-                    is_old: flags & 2 != 0,
+                    blocked_by,
+                    is_stale: flags & 2 != 0,
                     stall: match flags & 4 {
                         0 => None,
                         _ => Some(stall(&mut rest)?),
                     },
                 };
-                Self::Here { query, answer }
+                Self::Answer { query, answer }
             }
-            3 => Self::Look {
+            3 => Self::HealthQuery {
                 query,
                 rank: rest.u32()?,
             },
             4 => {
                 let rank = rest.u32()?;
                 let [code] = *rest.take()?;
-                Self::Looked {
+                Self::HealthAnswer {
                     query,
                     rank,
-                    health: *Health::ALL.get(usize::from(code))?,
+                    health: *HEALTH.get(usize::from(code))?,
                 }
             }
             5 if query == 0 => {
-                let mut done = Done::default();
+                let mut completed = CompletedRuns::default();
                 while !rest.is_empty() {
-                    done.runs.push(run(&mut rest)?);
+                    completed.lasts.push(run(&mut rest)?);
                 }
-                Self::Ended { done }
+                Self::GaveUp { completed }
             }
-            6 if query == 0 => Self::Dump,
-            7 if query <= 1 => Self::Traced { is: query == 1 },
+            6 if query == 0 => Self::WriteDump,
+            7 if query <= 1 => Self::Debugger {
+                is_attached: query == 1,
+            },
             _ => return None,
         };
         rest.is_empty().then_some(message)
     }
 }
 
-/// Feeds bytes to the parser, for [`crate::fuzzing`]; what it accepts must survive being written and read again.
+fn health_code(health: ProcessHealth) -> u8 {
+    match health {
+        ProcessHealth::Unknown => 0,
+        ProcessHealth::Alive => 1,
+        ProcessHealth::Stopped => 2,
+        ProcessHealth::Gone => 3,
+        ProcessHealth::Traced => 4,
+    }
+}
+
+/// Feeds bytes to the parser, for [`crate::fuzzing`]. A message that it accepts must survive being written and read again.
 pub(super) fn fuzz(data: &[u8]) {
-    if let Some(message) = Message::parse(data) {
+    if let Some(message) = WatchdogMessage::parse(data) {
         assert_eq!(message.encode(), data);
     }
 }
@@ -302,14 +296,14 @@ mod tests {
     use ringsight_records::pages::put_text;
 
     use super::*;
-    use crate::checks::Identity;
+    use crate::op::Identity;
 
-    fn runs() -> impl Strategy<Value = Run> {
+    fn runs() -> impl Strategy<Value = OperationRun> {
         let identity = prop_oneof![
             any::<u64>().prop_map(|seq| Identity::Collective { seq }),
             any::<(u32, u32, u64)>().prop_map(|(from, to, seq)| Identity::Message { from, to, seq }),
         ];
-        (identity, any::<u32>()).prop_map(|(identity, replay)| Run { identity, replay })
+        (identity, any::<u32>()).prop_map(|(identity, replay)| OperationRun { identity, replay })
     }
 
     fn positions() -> impl Strategy<Value = Position> {
@@ -321,10 +315,10 @@ mod tests {
                 still_ns,
                 waits: Waits::of(word),
             }),
-            Just(Position::Done),
-            Just(Position::Ended),
-            Just(Position::Faulted),
-            any::<bool>().prop_map(|called| Position::Unwatched { called }),
+            Just(Position::Completed),
+            Just(Position::CommunicatorEnded),
+            Just(Position::DeviceFailed),
+            any::<bool>().prop_map(|called| Position::WatchdogOff { called }),
         ]
     }
 
@@ -355,65 +349,71 @@ mod tests {
         )
     }
 
-    fn messages() -> impl Strategy<Value = Message> {
-        let held_up = prop::option::of(
+    fn messages() -> impl Strategy<Value = WatchdogMessage> {
+        let blocked_by = prop::option::of(
             (any::<u64>(), runs(), any::<u64>(), any::<Option<u64>>()).prop_map(
-                |(comm, run, since_ns, bars_ns)| HeldUp {
+                |(comm, run, since_ns, awaits_asker_ns)| BlockingOperation {
                     comm,
                     run,
                     since_ns,
-                    bars_ns,
+                    awaits_asker_ns,
                 },
             ),
         );
-        let answer = (positions(), held_up, prop::option::of(stalls()), any::<bool>()).prop_map(
-            |(position, held_up, stall, is_old)| Answer {
+        let answer = (positions(), blocked_by, prop::option::of(stalls()), any::<bool>()).prop_map(
+            |(position, blocked_by, stall, is_stale)| RankAnswer {
                 position,
-                held_up,
+                blocked_by,
                 stall,
-                is_old,
+                is_stale,
             },
         );
         prop_oneof![
-            (any::<u32>(), runs()).prop_map(|(query, run)| Message::Where { query, run }),
-            (any::<u32>(), answer).prop_map(|(query, answer)| Message::Here { query, answer }),
-            prop::collection::vec(runs(), 0..4).prop_map(|runs| Message::Ended { done: Done { runs } }),
-            Just(Message::Dump),
-            any::<bool>().prop_map(|is| Message::Traced { is }),
-            any::<(u32, u32)>().prop_map(|(query, rank)| Message::Look { query, rank }),
-            (any::<(u32, u32)>(), prop::sample::select(&Health::ALL[..]))
-                .prop_map(|((query, rank), health)| Message::Looked { query, rank, health }),
+            (any::<u32>(), runs()).prop_map(|(query, run)| WatchdogMessage::Query { query, run }),
+            (any::<u32>(), answer).prop_map(|(query, answer)| WatchdogMessage::Answer { query, answer }),
+            prop::collection::vec(runs(), 0..4).prop_map(|lasts| WatchdogMessage::GaveUp {
+                completed: CompletedRuns { lasts }
+            }),
+            Just(WatchdogMessage::WriteDump),
+            any::<bool>().prop_map(|is_attached| WatchdogMessage::Debugger { is_attached }),
+            any::<(u32, u32)>().prop_map(|(query, rank)| WatchdogMessage::HealthQuery { query, rank }),
+            (any::<(u32, u32)>(), prop::sample::select(&HEALTH[..]))
+                .prop_map(|((query, rank), health)| WatchdogMessage::HealthAnswer { query, rank, health }),
         ]
     }
 
     proptest! {
         #[test]
-        fn messages_survive_and_no_parser_panics(
+        fn messages_survive_and_the_parser_never_panics(
             message in messages(), raw in prop::collection::vec(any::<u8>(), 0..160), kind: u8, cut: prop::sample::Index,
         ) {
             let bytes = message.encode();
             let cut = cut.index(bytes.len());
-            // What a rank is done with may be less.
-            let may_be_cut = matches!(message, Message::Ended { .. }) && cut >= 9;
-            prop_assert_eq!(Message::parse(&bytes), Some(message));
-            prop_assert!(may_be_cut || Message::parse(&bytes[..cut]).is_none());
+            // A shorter list of completed runs is a message, too.
+            let may_be_cut = matches!(message, WatchdogMessage::GaveUp { .. }) && cut >= 9;
+            prop_assert_eq!(WatchdogMessage::parse(&bytes), Some(message));
+            prop_assert!(may_be_cut || WatchdogMessage::parse(&bytes[..cut]).is_none());
             fuzz(&[b"RSWD", &[kind % 9][..], &raw].concat());
             fuzz(&raw);
         }
     }
 
     #[test]
-    fn only_codes_that_have_a_meaning_are_read() {
+    fn only_known_codes_are_read() {
         for code in 0..=u8::MAX {
             let bytes = [b"RSWD", &[4, 1, 0, 0, 0, 2, 0, 0, 0, code][..]].concat();
-            let health = Health::ALL.get(usize::from(code)).copied();
-            let looked = health.map(|health| Message::Looked {
+            let health = HEALTH.get(usize::from(code)).copied();
+            let expected = health.map(|health| WatchdogMessage::HealthAnswer {
                 query: 1,
                 rank: 2,
                 health,
             });
-            assert_eq!(Message::parse(&bytes), looked);
+            assert_eq!(WatchdogMessage::parse(&bytes), expected);
         }
-        assert!((0..).zip(Health::ALL).all(|(code, health)| health as u8 == code));
+        assert!(
+            (0..)
+                .zip(HEALTH)
+                .all(|(code, health)| health_code(health) == code)
+        );
     }
 }

@@ -1,26 +1,68 @@
-//! The watchdog: which rank do the others wait for, and why? `docs/src/watchdog.md` says what it promises.
+//! The watchdog: which rank do the others wait for, and why?
 //!
-//! [`Watch`] knows a communicator's operations that are on their way on this rank. [`detector`]'s thread looks at all of
-//! them; where one has been in progress for too long it asks the other ranks, whose service threads answer from memory,
-//! and [`verdict::judge`] decides. How far operations are their kernels tell, or [`events`]. But for the thread that queries
-//! these, nothing here calls the device.
+//! An operation that hangs says nothing. The watchdog finds the operations that have been in progress for too long, asks
+//! their other ranks where they are, and reports one verdict with a culprit. `docs/src/watchdog.md` has what it promises to
+//! users.
+//!
+//! # Verdicts
+//! The first one that fits is reported: later ones are its consequences.
+//!
+//! | cause | found when | culprit | class |
+//! |---|---|---|---|
+//! | `RANK_DEAD` | a rank's process is gone | that rank | hang |
+//! | `DEVICE_FAULT` | a rank's device failed | that rank | hang |
+//! | `PEER_ABORTED` | a rank ended the communicator before it completed the operation | that rank | hang |
+//! | `RANK_STOPPED` | a signal stopped a rank's process | that rank | hang |
+//! | `NO_ANSWER` | a rank does not answer, and nobody knows why | that rank | hang |
+//! | `METADATA_MISMATCH` | the [checks](crate::checks) found that the ranks do not call alike; or two ranks [wait for each other](rules::deadlock) | the ranks that are wrong; the other rank | hang |
+//! | `RANK_STOPPED` | a debugger holds a rank's process | that rank | late |
+//! | `NOT_LAUNCHED` | a rank has not called the operation | one that no other operation keeps | late |
+//! | `QUEUED_BEHIND_COMPUTE` | a rank called it, and its stream has not come to it | the same | late |
+//! | `STUCK_NIC` | all ranks have come, and a connection waits for the network | the rank that knows what failed | late |
+//! | `PEER_ABORTED` | all others have come and stand still, and a rank left in good order | that rank | hang |
+//! | `STUCK_KERNEL` | all ranks have come and stand still | the rank that others wait for and that waits for none | hang |
+//! | none | all ranks have come, and something moves | – | – |
+//!
+//! *Late* becomes a *hang* after the arrival time-out.
+//!
+//! # States of an operation on this rank
+//! | state | who moves an operation there |
+//! |---|---|
+//! | in flight | the launching thread ([`Watch::enter`]) |
+//! | in progress | the device, which starts its first channel; [`in_flight`] sees it |
+//! | overdue | the watchdog's thread, at its threshold ([`rules::Rules::schedule`]) |
+//! | asked, judged | the watchdog's thread ([`rules::Rules::decide`]), by what the service threads heard |
+//! | reported | the watchdog's thread; at once for what needs no question ([`Watch::rank_died`], [`Watch::calls_differ`]) |
+//! | completed | the device |
+//!
+//! # Threads
+//! | thread | enters by | may block on |
+//! |---|---|---|
+//! | `rs-watchdog`, one per process | [`thread`] | the log, and a fresh query of events for 0.1 s |
+//! | `rs-events`, one per process | [`events`] | the device |
+//! | the bootstrap's service thread | [`Watch::on_control_message`], [`Watch::rank_died`] | a fresh query of events for 0.1 s |
+//! | the checks' thread | [`Watch::calls_differ`] | the same |
+//! | launching threads | [`Watch::enter`], [`Watch::withdraw`], [`Watch::stop_tracking`] | nothing |
+//! | a thread that ends or fails the communicator | [`Watch::give_up`], [`Watch::end`] | a fresh query of events for 0.1 s |
+//!
+//! # Invariants
+//! - Only `rs-events` calls the device, so a stuck device silences no verdict.
+//! - The rules ([`rules`]) read no clock, take no lock and call nothing: the threads read, and carry out what they decide.
+//! - Locks are taken in the order `rules`, `in_flight`, the checks' calls.
+//! - Everything that follows from a verdict happens before its report is logged, because the log may block.
 
-mod ask;
-mod crossing;
-mod detector;
-mod done;
+mod answering;
 mod dump;
 mod events;
-mod flights;
-mod history;
-mod inquiry;
-mod learning;
+mod in_flight;
 mod message;
-mod position;
+mod reading;
 mod report;
+mod round;
+mod rules;
+mod sampling;
 mod settings;
-mod unwatched;
-mod verdict;
+mod thread;
 
 use std::{
     sync::{
@@ -30,46 +72,65 @@ use std::{
     time::Duration,
 };
 
-pub(crate) use detector::Detected;
-use done::Done;
-use dump::Dumps;
-pub(crate) use events::{Events, Track};
-use flights::{Flights, InProgress};
-use history::History;
-use inquiry::Inquiry;
-use message::{Health, Message};
-use position::{Answer, HeldUp, Position, Run};
-pub(crate) use report::Report;
-use ringsight_records::Cause;
-pub(crate) use settings::{Action, Settings, Source};
-pub(crate) use unwatched::Unwatched;
+use ringsight_comm_base::{error::Error, sync::lock};
 
+pub(crate) use self::{
+    answering::PassiveResponder,
+    events::{PlanTracker, TrackedPlan},
+    report::Report,
+    settings::{ProgressSource, Settings},
+    thread::RegisteredWatch,
+};
+use self::{
+    answering::health_of,
+    dump::DumpFiles,
+    in_flight::InFlightOperations,
+    message::WatchdogMessage,
+    rules::{Rules, completed::CompletedRuns},
+};
 use crate::{
-    checks::{Checks, Identity, Post},
-    communicator::{Lifecycle, lock},
-    device,
-    error::Error,
-    observe, op,
+    checks::{Checks, Post},
+    observe,
     progress::PlanObserver,
-    proxy::{
-        moves::Moves,
-        stalls::{Stall, Stalls},
-    },
+    proxy::{moves::Moves, stalls::Stalls},
     topology::{ProcessDevice, Topology},
 };
-
-/// Of so many operations of a communicator that are in progress it is looked after at once: those that began first.
-const AT_ONCE: usize = 256;
-
-/// How often it is looked at least at an operation that has been in progress for half its threshold.
-const CLOSELY: Duration = Duration::from_millis(100);
 
 /// Feeds bytes to the parser of messages, for [`crate::fuzzing`].
 pub(crate) fn fuzz(data: &[u8]) {
     message::fuzz(data);
 }
 
-/// What is watched of one communicator on this rank.
+/// What the watchdog does to the communicator that it watches.
+pub(crate) trait FailureControl: Send + Sync {
+    /// Sets the asynchronous error; no wait is released.
+    fn set_error(&self, error: Error);
+    /// Sets the asynchronous error and releases every wait.
+    fn fail(&self, error: Error);
+}
+
+/// A communicator as the watchdog needs to know it.
+pub(crate) struct WatchedCommunicator {
+    /// Its id.
+    pub(crate) comm: u64,
+    /// Empty if the user gave none.
+    pub(crate) name: String,
+    /// This rank's device.
+    pub(crate) device: i32,
+    /// Tells how far plans are; `None` if their kernels do.
+    pub(crate) tracker: Option<Arc<PlanTracker>>,
+    pub(crate) topology: Arc<Topology>,
+    pub(crate) checks: Arc<Checks>,
+    pub(crate) failure: Arc<dyn FailureControl>,
+    /// Sends control messages.
+    pub(crate) post: Post,
+    /// The connections of this rank that wait for the network.
+    pub(crate) stalls: Arc<Stalls>,
+    /// Counts what the network moves for the communicator.
+    pub(crate) moves: Arc<Moves>,
+}
+
+/// The watchdog of one communicator on this rank.
 pub(crate) struct Watch {
     comm: u64,
     name: String,
@@ -78,350 +139,135 @@ pub(crate) struct Watch {
     device: i32,
     /// Another rank of the communicator is a thread of this process with the same device.
     shares_device: bool,
-    /// What tells how far operations are, if it is not their kernels.
-    events: Option<Arc<Events>>,
+    tracker: Option<Arc<PlanTracker>>,
     settings: Settings,
-    dumps: Dumps,
+    dump_files: DumpFiles,
     topology: Arc<Topology>,
     checks: Arc<Checks>,
-    life: Arc<Lifecycle>,
+    failure: Arc<dyn FailureControl>,
     post: Post,
-    /// Connections of this rank that wait for the network.
     stalls: Arc<Stalls>,
-    flights: Mutex<Flights>,
-    history: Mutex<History>,
-    inquiry: Mutex<Inquiry>,
-    ended: AtomicBool,
-    /// What was done when its operations were given up, if they were: nothing of what they became afterwards counts.
-    done: OnceLock<Done>,
-    /// The others have been told that a debugger has taken this process.
-    traced: AtomicBool,
-}
-
-/// A communicator as the watchdog needs to know it.
-pub(crate) struct Subject {
-    pub(crate) comm: u64,
-    pub(crate) name: String,
-    pub(crate) device: i32,
-    pub(crate) events: Option<Arc<Events>>,
-    pub(crate) topology: Arc<Topology>,
-    pub(crate) checks: Arc<Checks>,
-    pub(crate) life: Arc<Lifecycle>,
-    pub(crate) post: Post,
-    pub(crate) stalls: Arc<Stalls>,
-    /// Of the communicator over its connections.
-    pub(crate) moves: Arc<Moves>,
+    in_flight: Mutex<InFlightOperations>,
+    rules: Mutex<Rules>,
+    /// The communicator ends on this rank.
+    has_ended: AtomicBool,
+    /// Set when this rank gives up its operations. What they become afterwards does not count.
+    completed_when_given_up: OnceLock<CompletedRuns>,
+    /// The other ranks were told that a debugger is attached to this process.
+    is_debugged: AtomicBool,
 }
 
 impl Watch {
-    pub(crate) fn new(subject: Subject, settings: Settings) -> Arc<Self> {
-        let Subject {
+    pub(crate) fn new(communicator: WatchedCommunicator, settings: Settings) -> Arc<Self> {
+        let WatchedCommunicator {
             comm,
             name,
             device,
-            events,
+            tracker,
             topology,
             checks,
-            life,
+            failure,
             post,
             stalls,
             moves,
-        } = subject;
+        } = communicator;
         let places = places(&topology);
-        let own = places[topology.rank() as usize];
-        let inquiry = Mutex::new(Inquiry::of(settings.threshold));
-        let watch = Arc::new(Self {
+        let rank = topology.rank();
+        let own = places[rank as usize];
+        Arc::new(Self {
             comm,
             name,
-            rank: topology.rank(),
+            rank,
             ranks: topology.ranks(),
             device,
             shares_device: places.iter().filter(|place| **place == own).count() > 1,
-            events,
+            tracker,
             settings,
-            dumps: Dumps::read(),
+            dump_files: DumpFiles::from_env(),
             topology,
             checks,
-            life,
+            failure,
             post,
             stalls,
-            flights: Mutex::new(Flights::since(moves, observe::now_ns())),
-            history: Mutex::default(),
-            inquiry,
-            ended: AtomicBool::new(false),
-            done: OnceLock::new(),
-            traced: AtomicBool::new(false),
-        });
-        watch.give_up_on_failure();
-        watch
+            in_flight: Mutex::new(InFlightOperations::new(moves, observe::now_ns())),
+            rules: Mutex::new(Rules::new(comm, rank, settings)),
+            has_ended: AtomicBool::new(false),
+            completed_when_given_up: OnceLock::new(),
+            is_debugged: AtomicBool::new(false),
+        })
     }
 
-    /// What is to be told before each kernel and behind it, if anything is.
-    pub(crate) fn events(&self) -> Option<&Arc<Events>> {
-        self.events.as_ref()
+    /// Records events before and behind each kernel, if plans are tracked by events.
+    pub(crate) fn tracker(&self) -> Option<&Arc<PlanTracker>> {
+        self.tracker.as_ref()
     }
 
     /// A plan is about to be launched; `graph` is 0 for one that runs once.
-    pub(crate) fn enter(&self, observer: Arc<PlanObserver>, track: Option<Arc<Track>>, graph: u32, now: u64) {
-        lock(&self.flights).enter(observer, track, graph, now);
+    pub(crate) fn enter(
+        &self,
+        observer: Arc<PlanObserver>,
+        tracked: Option<Arc<TrackedPlan>>,
+        graph: u32,
+        now: u64,
+    ) {
+        lock(&self.in_flight).enter(observer, tracked, graph, now);
     }
 
     /// The plan of this number could not be launched.
     pub(crate) fn withdraw(&self, plan: u32) {
-        lock(&self.flights).withdraw(plan);
+        lock(&self.in_flight).withdraw(plan);
     }
 
-    /// The end of the plan of this number could not be recorded: how far it is only its kernel tells.
-    pub(crate) fn lose_track(&self, plan: u32) {
-        lock(&self.flights).lose_track(plan);
+    /// The end of the plan of this number could not be recorded: only its kernel tells how far it is.
+    pub(crate) fn stop_tracking(&self, plan: u32) {
+        lock(&self.in_flight).stop_tracking(plan);
     }
 
-    /// A graph is gone.
-    pub(crate) fn forget(&self, graph: u32) {
-        lock(&self.flights).forget(graph);
+    /// A graph is destroyed.
+    pub(crate) fn forget_graph(&self, graph: u32) {
+        lock(&self.in_flight).forget_graph(graph);
     }
 
     /// The communicator's events are destroyed: nothing is found out any more.
     pub(crate) fn close(&self) {
-        if let Some(events) = &self.events {
-            events.close();
+        if let Some(tracker) = &self.tracker {
+            tracker.close();
         }
     }
 
-    /// Lets what is known be fresh, at most so old, as far as that can be had at once; whether it is.
-    fn refresh(&self, old: Duration) -> bool {
-        self.events.as_ref().is_none_or(|events| events.refresh(old))
+    /// The communicator ends on this rank. If its operations did not end by themselves (`given_up`), all ranks are told, and
+    /// nobody need ask this one.
+    pub(crate) fn end(&self, given_up: bool) {
+        if given_up {
+            self.give_up();
+        }
+        // Release: pairs with `position_so_far`; a reader that sees the end sees how.
+        let is_first = !self.has_ended.swap(true, Ordering::Release);
+        if let Some(completed) = self.completed_when_given_up.get().filter(|_| is_first) {
+            let completed = completed.clone();
+            (self.post)(None, &WatchdogMessage::GaveUp { completed }.encode());
+        }
     }
 
-    /// The process of a rank is gone: operations in progress will not end. What is then to be said, which may wait for
-    /// whoever reads it.
-    pub(crate) fn lost(&self, rank: u32) -> Option<Report> {
-        self.refresh(Duration::ZERO);
-        self.judge_alone(Cause::RankDead, rank)
-    }
-
-    /// The ranks do not call alike, as `text` says, and these are wrong: operations in progress will not end. What is then to
-    /// be said.
-    pub(crate) fn differ(&self, text: &str, odd: &[u32]) -> Option<Report> {
-        self.refresh(Duration::ZERO);
-        self.judge_calls(text, odd)
-    }
-
-    /// A control message has come; called on the bootstrap's service thread.
-    pub(crate) fn control(&self, from: u32, bytes: &[u8]) {
-        // Others use control messages, too.
-        let Some(message) = Message::parse(bytes) else {
-            return;
-        };
-        if from >= self.ranks {
+    /// The operations are about to be given up. Keeps what is completed by now, because what ends afterwards ends because
+    /// of that. Waits a moment for a fresh query of events.
+    pub(crate) fn give_up(&self) {
+        // Acquire: pairs with `end`. A communicator that ended in good order completed all that it had called.
+        if self.has_ended.load(Ordering::Acquire) || self.completed_when_given_up.get().is_some() {
             return;
         }
-        let mut report = None;
-        let answer = match message {
-            Message::Where { query, run } => {
-                report = self.fail_with_device();
-                let is_old = !self.refresh(events::RECENT);
-                let now = observe::now_ns();
-                // What keeps it for good says more than what has kept it for longest.
-                let held_up = self
-                    .barring(run, from, now)
-                    .or_else(|| detector::oldest_in_progress(self, run));
-                let answer = Answer {
-                    position: self.position(run, now),
-                    held_up,
-                    stall: self.stall(run, now),
-                    is_old,
-                };
-                Message::Here { query, answer }
-            }
-            Message::Look { query, rank } if rank < self.ranks => Message::Looked {
-                query,
-                rank,
-                health: Health::of(&self.topology, rank),
-            },
-            Message::Look { .. } => return,
-            Message::Ended { done } => return lock(&self.inquiry).ended(from, done),
-            Message::Dump => return self.dump(),
-            Message::Traced { is } => return lock(&self.inquiry).traced(from, is),
-            Message::Here { query, answer } => {
-                let heard = verdict::Heard::Answer(answer);
-                return lock(&self.inquiry).heard(query, from, heard, observe::now_ns());
-            }
-            Message::Looked { query, rank, health } => {
-                return lock(&self.inquiry).heard(query, rank, health.into(), observe::now_ns());
-            }
-        };
-        (self.post)(Some(from), &answer.encode());
-        if let Some(report) = report {
-            report.say();
-        }
-    }
-
-    /// Where this rank waits for the network in a run.
-    fn stall(&self, run: Run, now: u64) -> Option<Stall> {
-        self.stalls.of(self.comm, run.identity, run.replay, now)
-    }
-
-    /// The same, whatever became of the communicator since.
-    fn position_so_far(&self, run: Run, now: u64) -> Position {
-        let flights = lock(&self.flights);
-        // Acquire: pairs with `end`.
-        if self.ended.load(Ordering::Acquire) {
-            // In good order it has done what it called, also where that is not known of each operation.
-            let is_done = match run.replay {
-                0 => self.checks.has_called(run.identity),
-                _ => flights.position(run, now) == Some(Position::Done),
-            };
-            return if is_done { Position::Done } else { Position::Ended };
-        }
-        let idle_ns = now.saturating_sub(flights.last_launch_ns);
-        let mut position = flights.position(run, now);
-        if let Some(Position::Running {
-            since_ns, still_ns, ..
-        }) = &mut position
-            && (self.events.is_some() || matches!(run.identity, Identity::Message { .. }))
-        {
-            let (bytes, beside) = flights.plan_of(run);
-            drop(flights);
-            *still_ns = (*still_ns).min(self.stuck_for(run, *since_ns, bytes, &beside));
-        }
-        if position != Some(Position::Done) && self.fault().is_some() {
-            return Position::Faulted;
-        }
-        position.unwrap_or_else(|| {
-            // What was called and is not on its way any more is done. A captured operation is on its way as long as its
-            // graph lives.
-            if run.replay == 0 && self.checks.has_called(run.identity) {
-                Position::Done
-            } else {
-                Position::NotLaunched { idle_ns }
-            }
-        })
-    }
-
-    /// For how long an operation does not move that has been in progress for so long, as far as what tells of it can say. Events tell of starts and
-    /// ends only, and of its plan as a whole; kernels of messages tell of the ends of all of a launch at once: it may be done while others wait.
-    fn stuck_for(&self, run: Run, since_ns: u64, bytes: u64, beside: &[Run]) -> u64 {
-        // It waits for nobody and ends when it is told to.
-        if let Identity::Message { seq, .. } = run.identity
-            && op::is_simulated(seq)
-        {
-            return since_ns;
-        }
-        if !lock(&self.inquiry).have_come(beside) {
-            return 0;
-        }
-        if self.events.is_none() {
-            return since_ns;
-        }
-        // It would have been done long ago at a gigabyte a second.
-        let stuck_ns = u64::try_from(self.settings.stuck.as_nanos()).unwrap_or(u64::MAX);
-        since_ns.saturating_sub(stuck_ns.saturating_add(bytes))
-    }
-
-    /// What has broken this rank's device, if it is known that something has: a look at memory.
-    fn fault(&self) -> Option<Error> {
-        let fault = device::opened()?.fault(self.device)?;
-        Some(Error::from(fault))
-    }
-
-    /// If the device has failed operations in progress will not end: the error is set, whatever the action. What is then to
-    /// be said.
-    fn fail_with_device(&self) -> Option<Report> {
-        let fault = self.fault()?;
-        // The error first: who reads the report finds it.
-        self.life.fail(fault);
-        self.judge_alone(Cause::DeviceFault, self.rank)
+        self.refresh(Duration::ZERO);
+        // The first one counts: it is of before anything was given up.
+        let _ = self.completed_when_given_up.set(self.completed());
     }
 
     /// Where each rank runs.
     fn places(&self) -> Vec<ProcessDevice> {
         places(&self.topology)
     }
-
-    /// The ranks that take part in an operation.
-    fn participants(&self, identity: Identity) -> Vec<u32> {
-        match identity {
-            Identity::Collective { .. } => (0..self.ranks).collect(),
-            Identity::Message { from, to, .. } if from == to => vec![from],
-            Identity::Message { from, to, .. } => vec![from.min(to), from.max(to)],
-        }
-    }
-
-    /// What is in progress on this rank, the one that began first; `but` is not counted.
-    fn oldest(&self, but: Option<Run>) -> Option<InProgress> {
-        lock(&self.flights)
-            .in_progress()
-            .filter(|op| Some(op.run) != but)
-            .min_by_key(|op| op.start_ns)
-    }
-
-    /// Looks at what is in progress, asks and reports; says when to look again. `traced`: a debugger has taken this process.
-    fn look(&self, traced: bool) -> Duration {
-        let now = observe::now_ns();
-        let mut flights = lock(&self.flights);
-        // Where nothing is in progress nothing is lost either.
-        let waits = flights.in_progress().next().is_some();
-        let device = device::opened().filter(|_| waits);
-        let kept = device.map_or(Duration::ZERO, |device| device.kept_from_running());
-        let lost = flights.look(now, self.settings.rest(), kept);
-        drop(flights);
-        lock(&self.inquiry).lose(now, lost);
-        if self.ended.load(Ordering::Relaxed) {
-            return self.settings.rest();
-        }
-        // Relaxed: only the thread that looks uses it.
-        if self.traced.swap(traced, Ordering::Relaxed) != traced {
-            // Before it is held, since then it says nothing, and of a rank that is alone on its node nobody else can.
-            (self.post)(None, &Message::Traced { is: traced }.encode());
-        }
-        self.learn_replays();
-        let mut ops: Vec<(InProgress, Duration)> = self
-            .waiting(now)
-            .into_iter()
-            .map(|op| (op, self.threshold(&op)))
-            .collect();
-        lock(&self.inquiry).keep(|run| ops.iter().any(|(op, _)| op.run == run));
-        if !ops.is_empty()
-            && let Some(report) = self.fail_with_device()
-        {
-            report.say();
-        }
-        // Who comes to its threshold first is asked about first.
-        ops.sort_by_key(|(op, threshold)| u128::from(op.start_ns) + threshold.as_nanos());
-        let mut rest = self.settings.rest();
-        for (op, threshold) in ops.iter().take(AT_ONCE) {
-            let age = Duration::from_nanos(now.saturating_sub(op.start_ns));
-            let left = threshold.saturating_sub(age);
-            let wait = if left.is_zero() {
-                self.inquire(op, age, now)
-            } else {
-                left
-            };
-            // When it moved last is known as well as it is looked.
-            let often = if left <= *threshold / 2 { CLOSELY } else { wait };
-            rest = rest.min(wait).min(often);
-        }
-        rest
-    }
-
-    /// What is in progress on this rank, as far as is known.
-    fn waiting(&self, now: u64) -> Vec<InProgress> {
-        let flights = lock(&self.flights);
-        match self.dark(now) {
-            None => flights.in_progress().collect(),
-            Some(since_ns) => flights.presumed(since_ns),
-        }
-    }
-
-    /// Since when events have told nothing, if a query has not come back for long: the device may be stuck with what it is in.
-    fn dark(&self, now: u64) -> Option<u64> {
-        let so_far = self.events.as_ref()?.query_so_far()?;
-        (so_far >= events::PATIENCE).then(|| now.saturating_sub(so_far.as_nanos() as u64))
-    }
 }
 
-/// Of each rank.
+/// Where each rank runs.
 fn places(topology: &Topology) -> Vec<ProcessDevice> {
     (0..topology.ranks())
         .map(|rank| topology.info(rank).place())

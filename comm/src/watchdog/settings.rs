@@ -1,36 +1,36 @@
-//! What the environment says of the watchdog.
+//! The watchdog's settings, from the environment.
 
 use std::time::Duration;
 
-use crate::{
+use ringsight_comm_base::{
     env,
     error::{Error, Result},
 };
 
-/// What a hang does besides being reported.
+/// What a hang does to the communicator.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Action {
-    /// Nothing.
+    /// Nothing: it is only reported.
     #[default]
     Report,
-    /// It becomes the asynchronous error of the communicator.
+    /// It sets the asynchronous error.
     Error,
-    /// The communicator fails: every wait is released, too.
+    /// The communicator fails, which sets the error and releases every wait.
     Abort,
 }
 
-/// What tells how far operations are.
+/// What tells how far an operation is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Source {
-    /// The device's kernels, in memory.
+pub(crate) enum ProgressSource {
+    /// Its kernel, which writes to memory when it starts, moves data and stops.
     #[default]
     Pages,
-    /// Events before and behind them.
+    /// CUDA events before and behind its kernel.
     Events,
 }
 
-impl Source {
-    fn of(value: Option<&str>) -> Result<Self> {
+impl ProgressSource {
+    fn parse(value: Option<&str>) -> Result<Self> {
         match value {
             None | Some("pages") => Ok(Self::Pages),
             Some("events") => Ok(Self::Events),
@@ -41,17 +41,17 @@ impl Source {
     }
 }
 
-/// Earlier thresholds for what is usually fast.
+/// Thresholds that follow from how long operations usually take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Adaptive {
-    /// So many times as long as usual is too long.
+pub(crate) struct AdaptiveThreshold {
+    /// The threshold in medians of the operation's kind.
     pub(crate) factor: u32,
-    /// But nothing that is shorter than this.
+    /// The shortest threshold.
     pub(crate) floor: Duration,
 }
 
-impl Adaptive {
-    fn of(factor: Option<&str>, floor: Duration) -> Result<Option<Self>> {
+impl AdaptiveThreshold {
+    fn parse(factor: Option<&str>, floor: Duration) -> Result<Option<Self>> {
         let Some(text) = factor else { return Ok(None) };
         let factor = text.parse().map_err(|_| {
             Error::argument(format!(
@@ -62,38 +62,39 @@ impl Adaptive {
     }
 }
 
-/// When the watchdog speaks, and what it does then.
+/// When the watchdog reports, and what a report does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Settings {
-    /// How long an operation may be in progress before the other ranks are asked.
+    /// How long an operation may be in progress before its other ranks are asked.
     pub(crate) threshold: Duration,
     /// How long a rank may be late before that is a hang.
     pub(crate) arrival: Duration,
-    /// How long an operation that all ranks have come to may take, and a nanosecond for each of its bytes, where nothing tells what moves.
+    /// How long an operation that all ranks have come to may take where nothing tells what moves. Each of its bytes adds a
+    /// nanosecond.
     pub(crate) stuck: Duration,
-    /// How often it looks.
+    /// The longest time from one look to the next.
     pub(crate) interval: Duration,
     pub(crate) action: Action,
-    pub(crate) source: Source,
-    /// `None`: the threshold is the same for all.
-    pub(crate) adaptive: Option<Adaptive>,
+    pub(crate) source: ProgressSource,
+    /// `None` if all operations have the same threshold.
+    pub(crate) adaptive: Option<AdaptiveThreshold>,
 }
 
-/// By so much an operation may be past a threshold that has adapted until it is seen at all: a fraction of the second in which it is to be
-/// spoken of, and not so often that it costs anything when nothing happens.
-const SHORTLY_AFTER: Duration = Duration::from_millis(250);
+/// The longest rest with adaptive thresholds: a verdict is promised one second after the threshold, and more looks would cost
+/// processor time while nothing happens.
+const ADAPTIVE_REST: Duration = Duration::from_millis(250);
 
-/// Shortest interval.
-pub(crate) const SHORTEST: Duration = Duration::from_millis(50);
+/// The shortest time from one look to the next.
+pub(crate) const SHORTEST_INTERVAL: Duration = Duration::from_millis(50);
 
 impl Settings {
-    /// What the environment says for a communicator of this name; `None` if the watchdog is off.
+    /// Reads the settings of a communicator with this name; `None` if its watchdog is off.
     ///
     /// # Errors
-    /// A value that means nothing: better to say so than to watch with another one.
+    /// A variable has a value without a meaning.
     pub(crate) fn read(communicator: &str) -> Result<Option<Self>> {
         let threshold = milliseconds("NCCL_KERNEL_TIMEOUT_MS", 2000)?;
-        let named = env::text(NAMED).map_or(Ok(None), |text| of_name(&text, communicator))?;
+        let named = env::text(NAMED).map_or(Ok(None), |text| threshold_by_name(&text, communicator))?;
         let threshold = named.unwrap_or(threshold);
         let action = match env::text("RINGSIGHT_WATCHDOG_ACTION").as_deref() {
             None | Some("report") => Action::Report,
@@ -109,43 +110,46 @@ impl Settings {
             threshold,
             arrival: milliseconds("RINGSIGHT_ARRIVAL_TIMEOUT_MS", 600_000)?,
             stuck: milliseconds("RINGSIGHT_STUCK_TIMEOUT_MS", 60_000)?,
-            interval: milliseconds("RINGSIGHT_WATCHDOG_INTERVAL_MS", 1000)?.max(SHORTEST),
+            interval: milliseconds("RINGSIGHT_WATCHDOG_INTERVAL_MS", 1000)?.max(SHORTEST_INTERVAL),
             action,
-            adaptive: Adaptive::of(
+            adaptive: AdaptiveThreshold::parse(
                 env::text("RINGSIGHT_ADAPTIVE_TIMEOUT").as_deref(),
                 milliseconds("RINGSIGHT_ADAPTIVE_FLOOR_MS", 100)?,
             )?,
-            source: Source::of(env::text("RINGSIGHT_WATCHDOG_SOURCE").as_deref())?,
+            source: ProgressSource::parse(env::text("RINGSIGHT_WATCHDOG_SOURCE").as_deref())?,
         };
         Ok((!threshold.is_zero()).then_some(settings))
     }
 
-    /// How long it takes at most until events are queried again: an operation counts as begun from when that is seen.
+    /// The longest time from one query of events to the next. An operation counts as begun when a query sees it.
     pub(crate) fn query_interval(&self) -> Duration {
         (self.interval / 4)
-            .min(self.least() / 8)
+            .min(self.shortest_threshold() / 8)
             .clamp(Duration::from_millis(20), Duration::from_millis(250))
     }
 
-    /// How long it sleeps when nothing is late: short enough to see an operation well before its time is up; with thresholds that adapt,
-    /// not long after the shortest. Of what is seen to be in progress the time is known.
+    /// How long the watchdog rests while no operation is near its threshold: short enough to see an operation well before
+    /// its threshold, or with adaptive thresholds soon after the shortest one.
     pub(crate) fn rest(&self) -> Duration {
-        let most = self.adaptive.map_or(Duration::MAX, |_| SHORTLY_AFTER);
-        self.interval.min(self.threshold / 2).min(most).max(SHORTEST)
+        let longest = self.adaptive.map_or(Duration::MAX, |_| ADAPTIVE_REST);
+        self.interval
+            .min(self.threshold / 2)
+            .min(longest)
+            .max(SHORTEST_INTERVAL)
     }
 
     /// The shortest threshold that an operation may have.
-    fn least(&self) -> Duration {
+    fn shortest_threshold(&self) -> Duration {
         self.adaptive
             .map_or(self.threshold, |adaptive| adaptive.floor.min(self.threshold))
     }
 }
 
-/// Thresholds of communicators by name: `name=milliseconds`, separated by commas.
+/// The variable with thresholds by communicator name: `name=milliseconds`, separated by commas.
 const NAMED: &str = "RINGSIGHT_KERNEL_TIMEOUTS_MS";
 
-/// What a list says of a communicator; the last entry of its name counts. All of the list must be readable.
-fn of_name(list: &str, communicator: &str) -> Result<Option<Duration>> {
+/// The threshold that a list gives a communicator; the last entry of its name counts. Every entry must be readable.
+fn threshold_by_name(list: &str, communicator: &str) -> Result<Option<Duration>> {
     let mut found = None;
     for entry in list.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
         // Names may hold the sign, numbers do not.
@@ -179,19 +183,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn adaptive_thresholds_are_asked_for_by_a_number() {
+    fn a_number_turns_adaptive_thresholds_on() {
         let floor = Duration::from_millis(7);
-        let of = |text| Adaptive::of(text, floor).map_err(|error| error.text);
-        assert_eq!(of(None), Ok(None));
-        assert_eq!(of(Some("0")), Ok(None));
-        assert_eq!(of(Some("20")), Ok(Some(Adaptive { factor: 20, floor })));
+        let parse = |text| AdaptiveThreshold::parse(text, floor).map_err(|error| error.text);
+        assert_eq!(parse(None), Ok(None));
+        assert_eq!(parse(Some("0")), Ok(None));
+        assert_eq!(
+            parse(Some("20")),
+            Ok(Some(AdaptiveThreshold { factor: 20, floor }))
+        );
         for rubbish in ["yes", "-1", "1.5"] {
-            assert!(of(Some(rubbish)).unwrap_err().contains(rubbish));
+            assert!(parse(Some(rubbish)).unwrap_err().contains(rubbish));
         }
     }
 
     #[test]
-    fn whoever_watches_closely_rests_all_the_same() {
+    fn the_rest_is_short_enough_for_the_threshold() {
         let floor = Duration::from_millis(100);
         let settings = |threshold_ms, adaptive| Settings {
             threshold: Duration::from_millis(threshold_ms),
@@ -199,23 +206,23 @@ mod tests {
             stuck: Duration::from_secs(60),
             interval: Duration::from_secs(1),
             action: Action::Report,
-            source: Source::Pages,
+            source: ProgressSource::Pages,
             adaptive,
         };
-        let adaptive = Some(Adaptive { factor: 20, floor });
+        let adaptive = Some(AdaptiveThreshold { factor: 20, floor });
         let rest_ms = |threshold_ms, adaptive| settings(threshold_ms, adaptive).rest().as_millis();
         assert_eq!((rest_ms(2000, None), rest_ms(300, None)), (1000, 150));
         assert_eq!((rest_ms(2000, adaptive), rest_ms(300, adaptive)), (250, 150));
     }
 
     #[test]
-    fn a_source_that_is_none_is_refused() {
-        let of = |value| Source::of(value).map_err(|error| error.text);
-        assert_eq!(of(None), Ok(Source::Pages));
-        assert_eq!(of(Some("pages")), Ok(Source::Pages));
-        assert_eq!(of(Some("events")), Ok(Source::Events));
+    fn an_unknown_source_is_refused() {
+        let parse = |value| ProgressSource::parse(value).map_err(|error| error.text);
+        assert_eq!(parse(None), Ok(ProgressSource::Pages));
+        assert_eq!(parse(Some("pages")), Ok(ProgressSource::Pages));
+        assert_eq!(parse(Some("events")), Ok(ProgressSource::Events));
         for rubbish in ["Events", "pages,events", "1"] {
-            let text = of(Some(rubbish)).unwrap_err();
+            let text = parse(Some(rubbish)).unwrap_err();
             assert!(
                 text.contains(rubbish) && text.contains("pages and events"),
                 "{text}"
@@ -224,15 +231,18 @@ mod tests {
     }
 
     #[test]
-    fn thresholds_go_by_name_and_lists_must_be_readable() {
-        let of = |list, name| of_name(list, name).unwrap().map(|time| time.as_millis());
+    fn a_communicator_s_name_may_give_it_a_threshold() {
+        let of = |list, name| {
+            let threshold = threshold_by_name(list, name).unwrap();
+            threshold.map(|threshold| threshold.as_millis())
+        };
         assert_eq!(of("tp=5000, dp = 0,a=b=7,", "tp"), Some(5000));
         assert_eq!(of("tp=5000, dp = 0,a=b=7,", "dp"), Some(0));
         assert_eq!(of("tp=5000, dp = 0,a=b=7,", "a=b"), Some(7));
         assert_eq!(of("tp=5000,tp=1", "tp"), Some(1));
         assert_eq!(of("tp=5000", ""), None);
         for rubbish in ["tp", "tp=", "tp=5s", "tp=-1", "x=1,tp"] {
-            let text = of_name(rubbish, "other").unwrap_err().text;
+            let text = threshold_by_name(rubbish, "other").unwrap_err().text;
             assert!(text.contains("tp") && text.contains(NAMED), "{text}");
         }
     }

@@ -1,18 +1,25 @@
-//! The watchdog's second source: CUDA events around each kernel, for devices whose kernels tell nothing.
+//! The watchdog's second source of progress: CUDA events around each kernel, for devices whose kernels tell nothing.
 //!
 //! An eager plan has two events of a pool. A captured plan has two of its own, recorded as external ones, which can be
-//! queried while the graph is replayed, and two counters which each replay counts up ([`track`] says why). The event that
-//! joins captured streams is a regular one and no part of this ([`crate::launch::Order`]).
+//! queried while the graph is replayed, and two counters which each replay counts up ([`tracked_plan`] says why). The event
+//! that joins captured streams is a regular one and no part of this.
 //!
-//! Captured events are destroyed on three ways. When a graph is gone its destructor, which must not call the device, puts an
-//! entry into a list, and wakes nobody. The thread that queries ([`patrol`]) looks into the list each time it goes round, and
-//! destroys them. And when the communicator ends, all of its events are destroyed, also those of graphs that live on; these
-//! keep their counters until they are gone, since replays write them.
+//! # Threads
+//! Launching threads record events ([`PlanTracker::begin`], [`PlanTracker::end`]). The [poller](poller) queries them. The
+//! driver's thread that destroys a graph must not call the device: it only adds to a list, and wakes nobody.
+//!
+//! # Who destroys the events of a captured plan
+//! | what happens | who destroys them |
+//! |---|---|
+//! | the graph is destroyed | the poller, which finds the graph in the list in its next round |
+//! | the communicator ends | the ending thread, or the poller if it queries them just then |
+//!
+//! A graph that outlives its communicator keeps the counters, because its replays write them.
 
-mod patrol;
+mod poller;
 #[cfg(test)]
 mod tests;
-mod track;
+mod tracked_plan;
 
 use std::{
     collections::VecDeque,
@@ -21,69 +28,70 @@ use std::{
     time::Duration,
 };
 
-pub(super) use self::patrol::{PATIENCE, RECENT};
-use self::patrol::{PATROL, Patrol, Source};
-pub(crate) use self::track::Track;
+use self::poller::{EventPoller, POLLER, Polled};
+pub(super) use self::poller::{PATIENCE, RECENT};
+pub(crate) use self::tracked_plan::TrackedPlan;
+
+use ringsight_comm_base::{
+    fork::{self, PerProcess},
+    sync::lock,
+};
 
 use super::Settings;
-use ringsight_comm_base::fork::PerProcess;
-
 use crate::{
-    communicator::lock,
     device::{Capture, Device, Event, Progress, Stream},
     error::Result,
-    observe,
     progress::Seen,
 };
 
-/// After so many launches the thread that queries is woken: what is done is kept until it has looked.
+/// Every so many launches the poller is woken: completed plans are kept until it has looked.
 const BACKLOG: usize = 1024;
 
-/// The events of a communicator on this rank.
-pub(crate) struct Events {
+/// Tracks the plans of a communicator on this rank by events.
+pub(crate) struct PlanTracker {
     device: Arc<dyn Device>,
     /// The device's number.
     number: i32,
     interval: Duration,
-    patrol: &'static Patrol,
-    gone: &'static Gone,
-    /// As the patrol knows it.
-    own: Weak<Events>,
-    /// See [`observe::fork_generation`].
+    poller: &'static EventPoller,
+    destroyed: &'static DestroyedGraphs,
+    /// As the poller knows it.
+    own: Weak<PlanTracker>,
+    /// See [`fork::generation`].
     fork: u32,
-    state: Mutex<State>,
+    plans: Mutex<TrackedPlans>,
 }
 
 #[derive(Default)]
-struct State {
-    /// Plans whose ends were not seen when they were looked at last, in the order of their launch.
-    eager: VecDeque<Arc<Track>>,
-    graphs: Vec<Arc<Captured>>,
+struct TrackedPlans {
+    /// Plans whose ends the last round did not see, in the order of their launch.
+    eager: VecDeque<Arc<TrackedPlan>>,
+    graphs: Vec<Arc<GraphPlans>>,
     pool: Vec<[Event; 2]>,
-    /// The thread is querying them: nobody else may destroy or reuse one that is not in the pool.
-    querying: bool,
-    closed: bool,
+    /// The poller queries them: nobody else may destroy or reuse an event that is not in the pool.
+    is_queried: bool,
+    is_closed: bool,
 }
 
-/// What a graph has of a communicator's plans. Kept by the graph, for the counters.
-struct Captured {
+/// The plans of a communicator in one graph. The graph keeps them, for the counters.
+struct GraphPlans {
     graph: u32,
-    owner: Weak<Events>,
-    plans: Mutex<Vec<Arc<Track>>>,
+    owner: Weak<PlanTracker>,
+    plans: Mutex<Vec<Arc<TrackedPlan>>>,
 }
 
-/// What graphs that are gone had, of all communicators.
-type Gone = Mutex<Vec<Arc<Captured>>>;
+/// The plans of destroyed graphs, of all communicators of the process.
+type DestroyedGraphs = Mutex<Vec<Arc<GraphPlans>>>;
 
-static GONE: PerProcess<Gone> = PerProcess::new();
+static DESTROYED: PerProcess<DestroyedGraphs> = PerProcess::new();
 
-/// Events that nobody uses any more. To destroy one may take as long as the kernels that run.
-struct Waste {
+/// Events that are not used any more. To destroy one may take as long as the kernels that run.
+struct UnusedEvents {
     device: Arc<dyn Device>,
     events: Vec<Event>,
 }
 
-impl Drop for Waste {
+impl Drop for UnusedEvents {
     fn drop(&mut self) {
         for event in self.events.drain(..) {
             // Nothing is left to be done about one that cannot be destroyed.
@@ -92,34 +100,34 @@ impl Drop for Waste {
     }
 }
 
-impl Events {
+impl PlanTracker {
     /// Of a communicator with these settings, on device number `number`.
     pub(crate) fn new(device: Arc<dyn Device>, number: i32, settings: &Settings) -> Arc<Self> {
-        Self::under(PATROL.get(), GONE.get(), device, number, settings)
+        Self::polled_by(POLLER.get(), DESTROYED.get(), device, number, settings)
     }
 
-    fn under(
-        patrol: &'static Patrol,
-        gone: &'static Gone,
+    fn polled_by(
+        poller: &'static EventPoller,
+        destroyed: &'static DestroyedGraphs,
         device: Arc<dyn Device>,
         number: i32,
         settings: &Settings,
     ) -> Arc<Self> {
-        let events = Arc::new_cyclic(|own: &Weak<Self>| Self {
+        let tracker = Arc::new_cyclic(|own: &Weak<Self>| Self {
             device,
             number,
             interval: settings.query_interval(),
-            patrol,
-            gone,
+            poller,
+            destroyed,
             own: own.clone(),
-            fork: observe::fork_generation(),
-            state: Mutex::default(),
+            fork: fork::generation(),
+            plans: Mutex::default(),
         });
-        patrol.enter(events.own.clone());
-        events
+        poller.enter(tracker.own.clone());
+        tracker
     }
 
-    /// Before a plan's kernel is put into the stream.
+    /// Tracks a plan whose kernel is about to be put into the stream.
     ///
     /// # Errors
     /// The device's.
@@ -128,160 +136,164 @@ impl Events {
         device: &dyn Device,
         stream: Stream,
         capture: Option<Capture>,
-    ) -> Result<Arc<Track>> {
-        let track = match capture {
+    ) -> Result<Arc<TrackedPlan>> {
+        let plan = match capture {
             None => {
-                let pooled = lock(&self.state).pool.pop();
+                let pooled = lock(&self.plans).pool.pop();
                 Arc::new(match pooled {
-                    Some(events) => Track::eager(events),
-                    None => Track::eager(track::events(device)?),
+                    Some(events) => TrackedPlan::eager(events),
+                    None => TrackedPlan::eager(tracked_plan::create_events(device)?),
                 })
             }
             Some(capture) => {
-                let captured = self.captured(device, capture)?;
-                let track = Arc::new(Track::captured(device)?);
-                // At once: whatever comes, they are destroyed with the graph.
-                lock(&captured.plans).push(track.clone());
-                track
+                let graph = self.graph_plans(device, capture)?;
+                let plan = Arc::new(TrackedPlan::captured(device)?);
+                // At once: whatever comes, the events are destroyed with the graph.
+                lock(&graph.plans).push(plan.clone());
+                plan
             }
         };
-        if let Err(error) = track.record_start(device, stream) {
-            self.withdraw(&track);
+        if let Err(error) = plan.record_start(device, stream) {
+            self.withdraw(&plan);
             return Err(error);
         }
-        Ok(track)
+        Ok(plan)
     }
 
-    /// Behind it.
+    /// Records the end of a plan behind its kernel.
     ///
     /// # Errors
-    /// The device's.
-    pub(crate) fn end(&self, device: &dyn Device, stream: Stream, track: &Arc<Track>) -> Result<()> {
-        let recorded = track.record_end(device, stream);
-        if track.is_captured() {
+    /// The device's. The plan is not tracked then.
+    pub(crate) fn end(&self, device: &dyn Device, stream: Stream, plan: &Arc<TrackedPlan>) -> Result<()> {
+        let recorded = plan.record_end(device, stream);
+        if plan.is_captured() {
             return recorded;
         }
         if let Err(error) = recorded {
-            self.destroy(track.events.to_vec());
+            self.destroy(plan.events.to_vec());
             return Err(error);
         }
-        let mut state = lock(&self.state);
-        state.eager.push_back(track.clone());
-        let backlog = state.eager.len();
-        drop(state);
+        let mut plans = lock(&self.plans);
+        plans.eager.push_back(plan.clone());
+        let backlog = plans.eager.len();
+        drop(plans);
         if backlog.is_multiple_of(BACKLOG) {
-            self.patrol.nudge();
+            self.poller.nudge();
         }
         Ok(())
     }
 
     /// The kernel of a plan that has begun could not be launched.
-    pub(crate) fn withdraw(&self, track: &Track) {
-        if !track.is_captured() {
-            lock(&self.state).pool.push(track.events);
+    pub(crate) fn withdraw(&self, plan: &TrackedPlan) {
+        if !plan.is_captured() {
+            lock(&self.plans).pool.push(plan.events);
         }
     }
 
-    /// What a capture has, which at its first plan is tied to the graph's life.
-    fn captured(&self, device: &dyn Device, capture: Capture) -> Result<Arc<Captured>> {
-        let known = |state: &State| {
-            let mut graphs = state.graphs.iter().rev();
-            graphs.find(|captured| captured.graph == capture.id).cloned()
+    /// The plans of a capture, which the first plan ties to the graph's life.
+    fn graph_plans(&self, device: &dyn Device, capture: Capture) -> Result<Arc<GraphPlans>> {
+        let known = |plans: &TrackedPlans| {
+            let mut graphs = plans.graphs.iter().rev();
+            graphs.find(|graph| graph.graph == capture.id).cloned()
         };
-        if let Some(captured) = known(&lock(&self.state)) {
-            return Ok(captured);
+        if let Some(graph) = known(&lock(&self.plans)) {
+            return Ok(graph);
         }
-        let captured = Arc::new(Captured {
+        let graph = Arc::new(GraphPlans {
             graph: capture.id,
             owner: self.own.clone(),
             plans: Mutex::default(),
         });
-        let (gone, had) = (self.gone, captured.clone());
-        device.capture_retain(capture, Box::new(move || lock(gone).push(had)))?;
-        lock(&self.state).graphs.push(captured.clone());
-        Ok(captured)
+        let (destroyed, kept) = (self.destroyed, graph.clone());
+        device.capture_retain(capture, Box::new(move || lock(destroyed).push(kept)))?;
+        lock(&self.plans).graphs.push(graph.clone());
+        Ok(graph)
     }
 
-    /// Waits a moment until what is known is fresh: at most so old. Whether it is.
+    /// Waits a moment until what is known is at most `old`. Returns whether it is.
     pub(super) fn refresh(&self, old: Duration) -> bool {
-        self.patrol.refresh(old)
+        self.poller.refresh(old)
     }
 
-    /// For how long a query has not come back.
+    /// For how long the present query has not come back.
     pub(super) fn query_so_far(&self) -> Option<Duration> {
-        self.patrol.round_so_far()
+        self.poller.round_so_far()
     }
 
-    /// The communicator ends: all events are destroyed, by the thread that queries if it does so now.
+    /// The communicator ends: all its events are destroyed.
     pub(crate) fn close(&self) {
-        // A forked child has no device, and what it has of these is its parent's.
-        if self.fork != observe::fork_generation() {
+        // A forked child has no device, and these events are its parent's.
+        if self.fork != fork::generation() {
             return;
         }
-        let mut state = lock(&self.state);
-        if mem::replace(&mut state.closed, true) {
+        let mut plans = lock(&self.plans);
+        if mem::replace(&mut plans.is_closed, true) {
             return;
         }
-        let events = if state.querying {
+        // The poller destroys what it queries just now.
+        let events = if plans.is_queried {
             Vec::new()
         } else {
-            state.all_events()
+            plans.take_events()
         };
-        drop(state);
+        drop(plans);
         self.destroy(events);
-        let own: Weak<dyn Source> = self.own.clone();
-        self.patrol.leave(&own);
+        let own: Weak<dyn Polled> = self.own.clone();
+        self.poller.leave(&own);
     }
 
     fn destroy(&self, events: Vec<Event>) {
         if !events.is_empty() {
-            self.device.discard(Box::new(Waste {
+            self.device.discard(Box::new(UnusedEvents {
                 device: self.device.clone(),
                 events,
             }));
         }
     }
 
-    /// A graph is gone.
-    fn forget(&self, gone: &Arc<Captured>) {
-        let mut state = lock(&self.state);
-        if state.closed {
-            // Whoever ended it, or queries it still, destroys them.
+    /// A graph is destroyed.
+    fn forget(&self, destroyed: &Arc<GraphPlans>) {
+        let mut plans = lock(&self.plans);
+        if plans.is_closed {
+            // The thread that closed it, or that still queries it, destroys its events.
             return;
         }
-        let place = state.graphs.iter().position(|known| Arc::ptr_eq(known, gone));
-        let events = place.map_or_else(Vec::new, |place| state.graphs.swap_remove(place).events());
-        drop(state);
+        let place = plans
+            .graphs
+            .iter()
+            .position(|graph| Arc::ptr_eq(graph, destroyed));
+        let events = place.map_or_else(Vec::new, |place| plans.graphs.swap_remove(place).events());
+        drop(plans);
         self.destroy(events);
     }
 
-    /// Queries eager plans, oldest first: they run one after another. How many are done.
-    fn query_eager(&self, tracks: &[Arc<Track>]) -> usize {
-        let is_done =
-            |track: &Arc<Track>| matches!(self.device.event_query(track.events[1]), Ok(Progress::Done));
-        let done = match tracks.last() {
+    /// Queries eager plans, oldest first, because they run one after another. Returns how many are completed.
+    fn query_eager(&self, plans: &[Arc<TrackedPlan>]) -> usize {
+        let is_completed =
+            |plan: &Arc<TrackedPlan>| matches!(self.device.event_query(plan.events[1]), Ok(Progress::Done));
+        let completed = match plans.last() {
             None => 0,
-            Some(last) if is_done(last) => tracks.len(),
-            Some(_) => tracks.partition_point(is_done),
+            Some(last) if is_completed(last) => plans.len(),
+            Some(_) => plans.partition_point(is_completed),
         };
-        for track in &tracks[..done] {
-            track.tell(Progress::Done, Progress::Done);
+        for plan in &plans[..completed] {
+            plan.found(Progress::Done, Progress::Done);
         }
-        if let Some(next) = tracks.get(done)
+        if let Some(next) = plans.get(completed)
             && let Ok(start) = self.device.event_query(next.events[0])
         {
-            next.tell(start, Progress::Pending);
+            next.found(start, Progress::Pending);
         }
-        done
+        completed
     }
 
-    /// Queries a graph's plans, which run one after another: of one that is idle the last plan only.
-    fn query_graph(&self, plans: &[Arc<Track>]) {
+    /// Queries the plans of a graph, which run one after another; of an idle graph only the last plan.
+    fn query_graph(&self, plans: &[Arc<TrackedPlan>]) {
         let is_idle = plans.last().is_some_and(|last| {
-            let launched = last.query(&*self.device);
-            !launched && !matches!(last.seen(), Seen::InProgress { .. })
+            let is_launched = last.query(&*self.device);
+            !is_launched && !matches!(last.progress(), Seen::InProgress { .. })
         });
-        // Each launch resets the events of all plans: an earlier one is not on its way without the last one.
+        // Each launch resets the events of all plans: no earlier plan is in flight without the last one.
         if is_idle {
             return;
         }
@@ -292,44 +304,44 @@ impl Events {
     }
 }
 
-impl Source for Events {
+impl Polled for PlanTracker {
     fn query(&self) {
-        // Before anything is queried: what is gone must not be.
-        let gone = mem::take(&mut *lock(self.gone));
-        for captured in gone {
-            if let Some(owner) = captured.owner.upgrade() {
-                owner.forget(&captured);
+        // First: the events of destroyed graphs must not be queried.
+        let destroyed = mem::take(&mut *lock(self.destroyed));
+        for graph in destroyed {
+            if let Some(owner) = graph.owner.upgrade() {
+                owner.forget(&graph);
             }
         }
-        let mut state = lock(&self.state);
-        if state.closed {
+        let mut plans = lock(&self.plans);
+        if plans.is_closed {
             return;
         }
-        let eager: Vec<Arc<Track>> = state.eager.iter().cloned().collect();
-        let graphs = state.graphs.clone();
+        let eager: Vec<Arc<TrackedPlan>> = plans.eager.iter().cloned().collect();
+        let graphs = plans.graphs.clone();
         if eager.is_empty() && graphs.is_empty() {
             return;
         }
-        state.querying = true;
-        drop(state);
-        let mut done = 0;
+        plans.is_queried = true;
+        drop(plans);
+        let mut completed = 0;
         if self.device.set_current(self.number).is_ok() && self.device.leave_captures().is_ok() {
-            done = self.query_eager(&eager);
-            for captured in &graphs {
-                let plans = lock(&captured.plans).clone();
+            completed = self.query_eager(&eager);
+            for graph in &graphs {
+                let plans = lock(&graph.plans).clone();
                 self.query_graph(&plans);
             }
         }
-        let mut state = lock(&self.state);
-        state.querying = false;
-        let State { eager, pool, .. } = &mut *state;
-        pool.extend(eager.drain(..done).map(|track| track.events));
-        let events = if state.closed {
-            state.all_events()
+        let mut plans = lock(&self.plans);
+        plans.is_queried = false;
+        let TrackedPlans { eager, pool, .. } = &mut *plans;
+        pool.extend(eager.drain(..completed).map(|plan| plan.events));
+        let events = if plans.is_closed {
+            plans.take_events()
         } else {
             Vec::new()
         };
-        drop(state);
+        drop(plans);
         self.destroy(events);
     }
 
@@ -338,24 +350,24 @@ impl Source for Events {
     }
 }
 
-impl State {
-    /// Takes all.
-    fn all_events(&mut self) -> Vec<Event> {
+impl TrackedPlans {
+    /// Takes the events of all plans and of the pool.
+    fn take_events(&mut self) -> Vec<Event> {
         let mut events: Vec<Event> = self.pool.drain(..).flatten().collect();
-        events.extend(self.eager.drain(..).flat_map(|track| track.events));
-        events.extend(self.graphs.drain(..).flat_map(|captured| captured.events()));
+        events.extend(self.eager.drain(..).flat_map(|plan| plan.events));
+        events.extend(self.graphs.drain(..).flat_map(|graph| graph.events()));
         events
     }
 }
 
-impl Captured {
+impl GraphPlans {
     fn events(&self) -> Vec<Event> {
         let plans = lock(&self.plans);
-        plans.iter().flat_map(|track| track.events).collect()
+        plans.iter().flat_map(|plan| plan.events).collect()
     }
 }
 
-impl Drop for Events {
+impl Drop for PlanTracker {
     fn drop(&mut self) {
         self.close();
     }

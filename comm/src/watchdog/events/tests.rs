@@ -1,18 +1,15 @@
-//! Events of plans on the host device, whose streams are held by gates, and the thread that queries them.
+//! Tracked plans on the host device, whose streams are held by gates, and the thread that queries them. These tests wait for
+//! conditions; how long a thread waits for the poller is tested by a virtual clock in [`poller`].
 
 use std::{
-    sync::{
-        Condvar,
-        atomic::{AtomicU32, Ordering},
-        mpsc,
-    },
+    sync::{Condvar, mpsc},
     time::Instant,
 };
 
 use super::*;
 use crate::{
     device::{DeviceError, GraphExec, host::HostDevice},
-    watchdog::settings::{Action, Source as Told},
+    watchdog::settings::{Action, ProgressSource},
 };
 
 const SETTINGS: Settings = Settings {
@@ -21,7 +18,7 @@ const SETTINGS: Settings = Settings {
     stuck: Duration::from_secs(60),
     interval: Duration::from_secs(1),
     action: Action::Report,
-    source: Told::Events,
+    source: ProgressSource::Events,
     adaptive: None,
 };
 
@@ -41,32 +38,32 @@ impl Gate {
     }
 }
 
-struct Test {
+struct TestStream {
     device: Arc<dyn Device>,
-    patrol: &'static Patrol,
-    events: Arc<Events>,
+    poller: &'static EventPoller,
+    tracker: Arc<PlanTracker>,
     stream: Stream,
 }
 
-impl Test {
+impl TestStream {
     fn new() -> Self {
         let device: Arc<dyn Device> = Arc::new(HostDevice::new().unwrap());
         // Its own: tests run side by side.
-        let patrol: &'static Patrol = Box::leak(Box::default());
+        let poller: &'static EventPoller = Box::leak(Box::default());
         Self {
-            events: Events::under(patrol, Box::leak(Box::default()), device.clone(), 0, &SETTINGS),
+            tracker: PlanTracker::polled_by(poller, Box::leak(Box::default()), device.clone(), 0, &SETTINGS),
             stream: device.stream_create().unwrap(),
             device,
-            patrol,
+            poller,
         }
     }
 
     /// A plan whose kernel waits at the gate.
-    fn plan(&self, gate: &Arc<Gate>, capture: Option<Capture>) -> Arc<Track> {
-        let track = self.events.begin(&*self.device, self.stream, capture).unwrap();
+    fn plan(&self, gate: &Arc<Gate>, capture: Option<Capture>) -> Arc<TrackedPlan> {
+        let plan = self.tracker.begin(&*self.device, self.stream, capture).unwrap();
         self.hold(gate);
-        self.events.end(&*self.device, self.stream, &track).unwrap();
-        track
+        self.tracker.end(&*self.device, self.stream, &plan).unwrap();
+        plan
     }
 
     fn hold(&self, gate: &Arc<Gate>) {
@@ -77,27 +74,27 @@ impl Test {
     }
 
     /// A graph of so many plans.
-    fn graph(&self, gate: &Arc<Gate>, plans: usize) -> (GraphExec, Vec<Arc<Track>>) {
+    fn graph(&self, gate: &Arc<Gate>, plans: usize) -> (GraphExec, Vec<Arc<TrackedPlan>>) {
         self.device.capture_begin(self.stream).unwrap();
         let capture = self.device.capture_of(self.stream).unwrap();
-        let tracks = (0..plans).map(|_| self.plan(gate, capture)).collect();
+        let plans = (0..plans).map(|_| self.plan(gate, capture)).collect();
         let graph = self.device.capture_end(self.stream).unwrap();
         let exec = self.device.graph_instantiate(graph).unwrap();
         self.device.graph_destroy(graph).unwrap();
-        (exec, tracks)
+        (exec, plans)
     }
 
     fn launch(&self, exec: GraphExec) {
         self.device.graph_launch(exec, self.stream).unwrap();
     }
 
-    /// Queries until it is so.
+    /// Queries until the condition holds.
     #[track_caller]
-    fn until(&self, what: &str, is: impl Fn() -> bool) {
-        let end = Instant::now() + Duration::from_secs(20);
-        while !is() {
-            assert!(Instant::now() < end, "{what}");
-            self.patrol.refresh(Duration::ZERO);
+    fn eventually(&self, what: &str, condition: impl Fn() -> bool) {
+        let end = Instant::now() + Duration::from_secs(60);
+        while !condition() {
+            assert!(Instant::now() < end, "never: {what}");
+            self.poller.refresh(Duration::ZERO);
         }
     }
 
@@ -108,62 +105,62 @@ impl Test {
 
 #[test]
 fn eager_plans_are_queued_run_and_are_done_and_their_events_are_used_again() {
-    let test = Test::new();
+    let test = TestStream::new();
     let (before, gate) = (Arc::<Gate>::default(), Arc::<Gate>::default());
     test.hold(&before);
-    let tracks: Vec<_> = (0..3).map(|_| test.plan(&gate, None)).collect();
-    test.until("somebody has looked", || test.patrol.refresh(Duration::ZERO));
-    assert_eq!(tracks[0].seen(), Seen::NotReached);
+    let plans: Vec<_> = (0..3).map(|_| test.plan(&gate, None)).collect();
+    test.eventually("somebody has looked", || test.poller.refresh(Duration::ZERO));
+    assert_eq!(plans[0].progress(), Seen::NotReached);
     before.open();
-    test.until("the first runs", || {
-        matches!(tracks[0].seen(), Seen::InProgress { replay: 0, .. })
+    test.eventually("the first runs", || {
+        matches!(plans[0].progress(), Seen::InProgress { replay: 0, .. })
     });
-    let first = tracks[0].seen();
+    let first = plans[0].progress();
     gate.open();
-    test.until("the second runs", || {
-        matches!(tracks[1].seen(), Seen::InProgress { .. })
+    test.eventually("the second runs", || {
+        matches!(plans[1].progress(), Seen::InProgress { .. })
     });
-    assert_eq!(tracks[0].seen(), Seen::Completed { replay: 0 });
+    assert_eq!(plans[0].progress(), Seen::Completed { replay: 0 });
     let (
         Seen::InProgress {
             start_ns: earlier, ..
         },
         Seen::InProgress { start_ns: later, .. },
-    ) = (first, tracks[1].seen())
+    ) = (first, plans[1].progress())
     else {
         panic!("{first:?}")
     };
     assert!(earlier < later);
-    assert_eq!(tracks[2].seen(), Seen::NotReached);
+    assert_eq!(plans[2].progress(), Seen::NotReached);
     gate.open();
     gate.open();
-    test.until("all are done", || {
-        tracks
+    test.eventually("all are done", || {
+        plans
             .iter()
-            .all(|track| track.seen() == Seen::Completed { replay: 0 })
+            .all(|plan| plan.progress() == Seen::Completed { replay: 0 })
     });
-    test.until("their events are back", || {
-        lock(&test.events.state).pool.len() == 3
+    test.eventually("their events are back", || {
+        lock(&test.tracker.plans).pool.len() == 3
     });
     let again = test.plan(&gate, None);
-    assert!(tracks.iter().any(|track| track.events == again.events));
+    assert!(plans.iter().any(|plan| plan.events == again.events));
     gate.open();
     // What the events had recorded before says nothing of the plan that has them now.
-    test.until("it is done", || again.seen() == Seen::Completed { replay: 0 });
-    test.events.close();
+    test.eventually("it is done", || again.progress() == Seen::Completed { replay: 0 });
+    test.tracker.close();
     assert!(
-        tracks
+        plans
             .iter()
-            .all(|track| track.events.iter().all(|event| test.is_gone(*event)))
+            .all(|plan| plan.events.iter().all(|event| test.is_gone(*event)))
     );
 }
 
 #[test]
 fn a_replay_that_hangs_is_seen_with_the_next_one_queued() {
-    let test = Test::new();
+    let test = TestStream::new();
     let gate = Arc::<Gate>::default();
-    let (exec, tracks) = test.graph(&gate, 2);
-    let seen = || (tracks[0].seen(), tracks[1].seen());
+    let (exec, plans) = test.graph(&gate, 2);
+    let seen = || (plans[0].progress(), plans[1].progress());
     let is_over = |replay| move |seen: &Seen| *seen == Seen::Completed { replay };
     assert_eq!(seen(), (Seen::NotReached, Seen::NotReached));
     // The first one goes through.
@@ -177,121 +174,127 @@ fn a_replay_that_hangs_is_seen_with_the_next_one_queued() {
     test.launch(exec);
     test.launch(exec);
     let hangs = |seen: Seen| matches!(seen, Seen::InProgress { replay: 2, .. });
-    test.until("replay 2 runs", || hangs(tracks[0].seen()));
-    let since = tracks[0].seen();
-    test.until("its second plan is launched", || {
-        matches!(tracks[1].seen(), Seen::Launched { replay: 2, .. })
+    test.eventually("replay 2 runs", || hangs(plans[0].progress()));
+    let since = plans[0].progress();
+    test.eventually("its second plan is launched", || {
+        matches!(plans[1].progress(), Seen::Launched { replay: 2, .. })
     });
-    assert_eq!(tracks[0].seen(), since, "latched");
+    assert_eq!(plans[0].progress(), since, "latched");
     // Once it goes on, the second plan is the one that hangs.
     gate.open();
-    test.until("the second plan runs", || hangs(tracks[1].seen()));
-    test.until("the first is launched again", || {
+    test.eventually("the second plan runs", || hangs(plans[1].progress()));
+    test.eventually("the first is launched again", || {
         matches!(
-            tracks[0].seen(),
+            plans[0].progress(),
             Seen::Launched { replay: 3, .. } | Seen::Completed { replay: 2 }
         )
     });
     (0..3).for_each(|_| gate.open());
     test.device.stream_synchronize(test.stream).unwrap();
-    test.until("all is over", || is_over(3)(&seen().0) && is_over(3)(&seen().1));
+    test.eventually("all is over", || is_over(3)(&seen().0) && is_over(3)(&seen().1));
 }
 
 #[test]
 fn a_graph_that_is_launched_behind_other_work_is_not_reached() {
-    let test = Test::new();
+    let test = TestStream::new();
     let (before, gate) = (Arc::<Gate>::default(), Arc::<Gate>::default());
-    let (exec, tracks) = test.graph(&gate, 1);
+    let (exec, plans) = test.graph(&gate, 1);
     test.hold(&before);
     test.launch(exec);
-    let is = |is: fn(Seen) -> bool| move |track: &Arc<Track>| is(track.seen());
-    test.until("it is launched", || {
-        is(|seen| matches!(seen, Seen::Launched { replay: 1, .. }))(&tracks[0])
+    let is = |is: fn(Seen) -> bool| move |plan: &Arc<TrackedPlan>| is(plan.progress());
+    test.eventually("it is launched", || {
+        is(|seen| matches!(seen, Seen::Launched { replay: 1, .. }))(&plans[0])
     });
     before.open();
-    test.until("it runs", || {
-        is(|seen| matches!(seen, Seen::InProgress { replay: 1, .. }))(&tracks[0])
+    test.eventually("it runs", || {
+        is(|seen| matches!(seen, Seen::InProgress { replay: 1, .. }))(&plans[0])
     });
     gate.open();
-    test.until("it is over", || {
-        is(|seen| seen == Seen::Completed { replay: 1 })(&tracks[0])
+    test.eventually("it is over", || {
+        is(|seen| seen == Seen::Completed { replay: 1 })(&plans[0])
     });
 }
 
 #[test]
 fn events_of_a_graph_go_with_it_or_with_the_communicator() {
-    let test = Test::new();
+    let test = TestStream::new();
     let gate = Arc::<Gate>::default();
     let [(first, of_first), (second, of_second)] = [test.graph(&gate, 2), test.graph(&gate, 2)];
-    let all_gone = |tracks: &[Arc<Track>]| {
-        let mut events = tracks.iter().flat_map(|track| track.events);
+    let all_gone = |plans: &[Arc<TrackedPlan>]| {
+        let mut events = plans.iter().flat_map(|plan| plan.events);
         events.all(|event| test.is_gone(event))
     };
     // With the graph, but not while it runs.
     test.launch(first);
-    test.until("it runs", || {
-        matches!(of_first[0].seen(), Seen::InProgress { .. })
+    test.eventually("it runs", || {
+        matches!(of_first[0].progress(), Seen::InProgress { .. })
     });
     test.device.graph_exec_destroy(first).unwrap();
     assert!(!all_gone(&of_first));
     gate.open();
     gate.open();
-    test.until("the first graph's are destroyed", || all_gone(&of_first));
+    test.eventually("the first graph's are destroyed", || all_gone(&of_first));
     assert!(!all_gone(&of_second));
     // With the communicator: the graph can still be replayed, and counts.
-    test.events.close();
+    test.tracker.close();
     assert!(all_gone(&of_second));
     gate.open();
     gate.open();
     test.launch(second);
     test.device.stream_synchronize(test.stream).unwrap();
-    assert_eq!(of_second[1].seen(), Seen::Completed { replay: 1 });
+    assert_eq!(of_second[1].progress(), Seen::Completed { replay: 1 });
     let kept = Arc::downgrade(&of_second[1]);
     drop(of_second);
     assert!(kept.upgrade().is_some(), "the graph writes its counters");
     test.device.graph_exec_destroy(second).unwrap();
     // Nobody looks any more: whoever does next for another communicator finds it.
-    let other = Events::under(test.patrol, test.events.gone, test.device.clone(), 0, &SETTINGS);
-    test.until("its counters are free", || kept.upgrade().is_none());
+    let other = PlanTracker::polled_by(
+        test.poller,
+        test.tracker.destroyed,
+        test.device.clone(),
+        0,
+        &SETTINGS,
+    );
+    test.eventually("its counters are free", || kept.upgrade().is_none());
     other.close();
 }
 
 #[test]
 fn events_of_a_plan_whose_end_cannot_be_recorded_are_gone() {
-    let test = Test::new();
-    let track = test.events.begin(&*test.device, test.stream, None).unwrap();
+    let test = TestStream::new();
+    let plan = test.tracker.begin(&*test.device, test.stream, None).unwrap();
     let gone = test.device.stream_create().unwrap();
     test.device.stream_destroy(gone).unwrap();
-    assert!(test.events.end(&*test.device, gone, &track).is_err());
-    for event in track.events {
-        test.until("the events to be destroyed", || test.is_gone(event));
+    assert!(test.tracker.end(&*test.device, gone, &plan).is_err());
+    for event in plan.events {
+        test.eventually("the events to be destroyed", || test.is_gone(event));
     }
-    assert!(lock(&test.events.state).eager.is_empty());
+    assert!(lock(&test.tracker.plans).eager.is_empty());
 }
 
 #[test]
 fn a_capture_that_fails_leaves_no_event() {
-    let test = Test::new();
+    let test = TestStream::new();
     let gate = Arc::<Gate>::default();
     test.device.capture_begin(test.stream).unwrap();
     let capture = test.device.capture_of(test.stream).unwrap();
-    let track = test.plan(&gate, capture);
+    let plan = test.plan(&gate, capture);
     // A query on a thread that captures invalidates what it captures; the thread that queries does not.
-    test.patrol.refresh(Duration::ZERO);
-    test.device.event_query(track.events[0]).unwrap_err();
+    test.poller.refresh(Duration::ZERO);
+    test.device.event_query(plan.events[0]).unwrap_err();
     test.device.capture_end(test.stream).unwrap_err();
-    test.until("they are destroyed", || {
-        track.events.iter().all(|event| test.is_gone(*event))
+    test.eventually("they are destroyed", || {
+        plan.events.iter().all(|event| test.is_gone(*event))
     });
 }
 
 /// A query that does not come back until it is told to.
-struct Stuck {
+struct StuckQuery {
     entered: Mutex<mpsc::Sender<()>>,
     gate: Gate,
 }
 
-impl Source for Stuck {
+impl Polled for StuckQuery {
     fn query(&self) {
         lock(&self.entered).send(()).unwrap();
         self.gate.pass();
@@ -302,96 +305,24 @@ impl Source for Stuck {
     }
 }
 
-/// Counts how often it is queried.
-#[derive(Default)]
-struct Counted(AtomicU32);
-
-impl Source for Counted {
-    fn query(&self) {
-        self.0.fetch_add(1, Ordering::Relaxed);
-    }
-
-    fn interval(&self) -> Duration {
-        Duration::from_secs(3600)
-    }
-}
-
 #[test]
-fn questions_that_come_together_are_answered_from_one_round() {
-    let patrol: &'static Patrol = Box::leak(Box::default());
-    let source = Arc::<Counted>::default();
-    let own: Weak<dyn Source> = Arc::<Counted>::downgrade(&source);
-    patrol.enter(own.clone());
-    while !patrol.refresh(Duration::ZERO) {}
-    let rounds = || source.0.load(Ordering::Relaxed);
-    let before = rounds();
-    for _ in 0..1000 {
-        assert!(patrol.refresh(Duration::from_secs(600)));
-    }
-    assert_eq!(rounds(), before);
-    while !patrol.refresh(Duration::ZERO) {}
-    assert!(rounds() > before);
-    patrol.leave(&own);
-}
-
-/// Takes its time for each query, but less than anybody waits.
-struct Slow;
-
-impl Source for Slow {
-    fn query(&self) {
-        std::thread::sleep(PATIENCE * 9 / 10);
-    }
-
-    fn interval(&self) -> Duration {
-        Duration::ZERO
-    }
-}
-
-#[test]
-fn who_answers_many_does_not_wait_for_each() {
-    let patrol: &'static Patrol = Box::leak(Box::default());
-    let source = Arc::new(Slow);
-    let own: Weak<dyn Source> = Arc::<Slow>::downgrade(&source);
-    patrol.enter(own.clone());
-    // Between a round that is begun and the one to come lies more than is waited.
-    let begin = Instant::now();
-    for _ in 0..20 {
-        patrol.refresh(Duration::ZERO);
-    }
-    // Waited for each, that were 20.
-    assert!(begin.elapsed() < 15 * PATIENCE, "{:?}", begin.elapsed());
-    patrol.leave(&own);
-}
-
-#[test]
-fn nobody_waits_long_for_a_query_that_does_not_come_back() {
-    let patrol: &'static Patrol = Box::leak(Box::default());
+fn neither_a_refresh_nor_the_end_waits_for_a_query_that_does_not_come_back() {
+    let poller: &'static EventPoller = Box::leak(Box::default());
     let (entered, enters) = mpsc::channel();
-    let source = Arc::new(Stuck {
+    let stuck = Arc::new(StuckQuery {
         entered: Mutex::new(entered),
         gate: Gate::default(),
     });
-    let own: Weak<dyn Source> = Arc::<Stuck>::downgrade(&source);
-    patrol.enter(own.clone());
+    let own: Weak<dyn Polled> = Arc::<StuckQuery>::downgrade(&stuck);
+    poller.enter(own.clone());
     enters.recv().unwrap();
-    source.gate.open();
-    // A round that has come back is fresh, and one is begun for whoever asks.
-    let asked = std::thread::spawn(|| patrol.refresh(Duration::ZERO));
+    stuck.gate.open();
+    // The first round came back; the next one does not.
+    poller.nudge();
     enters.recv().unwrap();
-    source.gate.open();
-    if !asked.join().unwrap() {
-        // The machine was busy, and for a while nobody waits.
-        std::thread::sleep(patrol::AFTER_VAIN);
-    }
-    // From here on it is stuck.
-    patrol.nudge();
-    enters.recv().unwrap();
-    assert!(!patrol.refresh(Duration::ZERO), "it was not fresh");
-    let so_far = patrol.round_so_far().unwrap();
-    assert!(so_far >= PATIENCE, "{so_far:?}");
-    // The next one does not wait at all, and neither does the end.
-    assert!(!patrol.refresh(Duration::ZERO));
-    patrol.leave(&own);
-    assert_eq!(patrol.round_so_far(), None);
-    source.gate.open();
+    assert!(!poller.refresh(Duration::ZERO), "nothing is fresh");
+    assert!(poller.round_so_far().is_some());
+    poller.leave(&own);
+    assert_eq!(poller.round_so_far(), None);
+    stuck.gate.open();
 }
