@@ -1,10 +1,18 @@
-//! What the watchdog costs: a call with it minus one without, in turns in one process, and its threads when nothing happens, also with
-//! thresholds that adapt; by the source that `RINGSIGHT_WATCHDOG_SOURCE` names.
+//! The cost of the watchdog: of a call, and of its threads while nothing happens.
 //!
-//! `cargo bench -p ringsight-comm --bench watchdog` prints JSON. Two communicators of one rank, one with the watchdog, one without,
-//! are called in turns, a batch each, in an order that changes; the stream is held meanwhile, so that what is timed is the call alone,
-//! by the calling thread's processor time. A pair's difference has what both have in common taken away; the figure is the median of
-//! the pairs.
+//! `cargo bench -p ringsight-comm --bench watchdog` prints one line of JSON. `RINGSIGHT_WATCHDOG_SOURCE` chooses the source of
+//! progress.
+//!
+//! | field | measured |
+//! |---|---|
+//! | `call_ns` | processor time of a call with the watchdog minus one without; median of `pairs` |
+//! | `without_ns` | processor time of a call without the watchdog; median |
+//! | `idle_percent` | processor time of the watchdog's threads while nothing happens, per cent of a core |
+//! | `idle_adaptive_percent` | the same with adaptive thresholds |
+//!
+//! Two communicators of one rank, one watched and one not, are called in turns, a batch each, in an order that changes. The
+//! stream is held meanwhile, so that the time is the calls' alone. The difference of a pair is free of what both have in
+//! common.
 
 use std::{
     env,
@@ -24,13 +32,13 @@ use ringsight_comm::{
 
 /// Calls of a batch: fewer than the work FIFO takes.
 const BATCH: u32 = 200;
-/// Pairs of batches, and those before them that do not count.
+/// Pairs of batches, and pairs before them that do not count.
 const PAIRS: usize = 500;
 const WARM: usize = 50;
-/// Communicators of one rank that do nothing, and how long the thread is looked at meanwhile.
+/// Communicators of one rank that do nothing, and for how long the threads are measured meanwhile.
 const IDLE: usize = 8;
 const IDLE_TIME: Duration = Duration::from_secs(10);
-/// From the last call to when nothing happens any more.
+/// From the last call until nothing happens any more.
 const SETTLES: Duration = Duration::from_secs(1);
 /// `ncclFloat32`.
 const FLOAT: c_int = 7;
@@ -64,7 +72,7 @@ fn thread_time() -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// Nanoseconds of a call, from a batch on a stream that does not go on meanwhile.
+/// Nanoseconds of a call: the mean of a batch, on a stream that is held meanwhile.
 fn batch(comm: Handle, stream: Stream, data: &mut [f32]) -> f64 {
     let device = device().expect("host device");
     let (open, gate) = mpsc::channel::<()>();
@@ -94,7 +102,7 @@ fn median(values: &mut [f64]) -> f64 {
     values[values.len() / 2]
 }
 
-/// Processor time of the watchdog's threads: the one that looks, and the one that queries events if there is one. `None` if there are none.
+/// Processor time of the watchdog's threads, and `None` if there are none.
 fn watchdog_time() -> Option<Duration> {
     let times = fs::read_dir("/proc/self/task").ok()?.filter_map(|task| {
         let task = task.ok()?.path();
@@ -130,7 +138,7 @@ fn main() {
     let mut data = [1f32; 2];
     let (mut differences, mut without) = (Vec::new(), Vec::new());
     for pair in 0..WARM + PAIRS {
-        // Whoever comes first in a pair may be at a disadvantage.
+        // The first one of a pair may be at a disadvantage.
         let (first, second) = if pair % 2 == 0 { (on, off) } else { (off, on) };
         let times = [first, second].map(|comm| batch(comm, stream, &mut data));
         let (with, bare) = if pair % 2 == 0 {
@@ -152,7 +160,7 @@ fn main() {
     for comm in &adaptive {
         batch(*comm, stream, &mut data);
     }
-    // They have learnt what there was.
+    // The watchdog has sampled the durations by then.
     thread::sleep(SETTLES);
     let adaptive_percent = idle_percent();
     destroy(adaptive);

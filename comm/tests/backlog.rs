@@ -3,17 +3,16 @@
 mod common;
 
 use std::{
-    env,
+    env, fs,
     sync::{
         Arc, Mutex,
         atomic::{AtomicUsize, Ordering},
         mpsc,
     },
     thread,
-    time::{Duration, Instant},
 };
 
-use common::{Call, Rank, alone, host, last_error, ok, on_ranks, state, unique_id};
+use common::{Call, Rank, alone, host, last_error, ok, on_ranks, state, unique_id, waiting::eventually};
 use ringsight_comm::{abi, error::ResultCode};
 use ringsight_records::Function;
 
@@ -28,6 +27,14 @@ fn add_up(rank: &Rank, data: &mut [i64; 1]) -> ResultCode {
     };
     let at = data.as_mut_ptr().cast();
     rank.call(&call, at, at)
+}
+
+/// Whether a thread of this process sleeps.
+fn sleeps(thread: libc::pid_t) -> bool {
+    let stat = fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap();
+    // The state stands behind the name, which is in parentheses.
+    stat.rsplit_once(") ")
+        .is_some_and(|(_, state)| state.starts_with('S'))
 }
 
 /// Keeps a stream from going on until the sender is used or dropped.
@@ -75,16 +82,13 @@ fn full_alone() {
         thread::scope(|scope| {
             let open = gate(&rank);
             let called = &called;
+            // SAFETY: no arguments.
+            let caller = unsafe { libc::gettid() };
             scope.spawn(move || {
-                while called.load(Ordering::Relaxed) < DEPTH {
-                    thread::yield_now();
-                }
-                // It is full, and nothing moves.
-                let end = Instant::now() + Duration::from_millis(200);
-                while Instant::now() < end {
-                    assert_eq!(called.load(Ordering::Relaxed), DEPTH);
-                    thread::sleep(Duration::from_millis(1));
-                }
+                eventually("the FIFO is full", || called.load(Ordering::Relaxed) >= DEPTH);
+                // The next call waits. If it did not, the thread would make all its calls before it sleeps.
+                eventually("the next call waits", || sleeps(caller));
+                assert_eq!(called.load(Ordering::Relaxed), DEPTH);
                 open.send(()).unwrap();
             });
             for _ in 0..CALLS {
@@ -111,9 +115,7 @@ fn full_alone() {
             };
             assert_eq!(failed, ResultCode::InvalidUsage, "{}", last_error());
         });
-        while called.load(Ordering::Relaxed) < DEPTH {
-            thread::yield_now();
-        }
+        eventually("the FIFO is full", || called.load(Ordering::Relaxed) >= DEPTH);
         // SAFETY: a live communicator.
         ok(unsafe { abi::ncclCommAbort(rank.comm) });
     });

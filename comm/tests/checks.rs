@@ -2,22 +2,18 @@
 
 mod common;
 
-use std::{
-    ffi::c_int,
-    thread,
-    time::{Duration, Instant},
-};
+use std::{ffi::c_int, thread};
 
 use common::{
     COLLECTIVES, Call, Rank, host, last_error, ok, on_ranks, rank_of_process, run_processes, unique_id,
+    waiting::eventually,
 };
 use ringsight_comm::{
     abi::{self, UniqueIdBytes},
+    device::Progress,
     error::ResultCode,
 };
 use ringsight_records::{DataType, Function, ReduceOp};
-
-const PATIENCE: Duration = Duration::from_secs(10);
 
 /// What a group of calls is for each rank: the odd one out does something else.
 #[derive(Clone, Debug)]
@@ -155,13 +151,9 @@ fn run(rank: &Rank, calls: &[Call], captured: bool) {
         device.graph_launch(exec, rank.stream).unwrap();
         exec
     });
-    let begin = Instant::now();
-    rank.synchronize();
-    assert!(
-        begin.elapsed() < PATIENCE,
-        "the wait was not released for {:?}",
-        begin.elapsed()
-    );
+    eventually("the wait is released", || {
+        device.stream_query(rank.stream).unwrap() == Progress::Done
+    });
     if let Some(exec) = exec {
         device.graph_exec_destroy(exec).unwrap();
     }
@@ -179,11 +171,9 @@ fn async_error(rank: &Rank) -> ResultCode {
 
 /// The text that the communicator failed with: of the next call on it.
 fn failure(rank: &Rank) -> String {
-    let begin = Instant::now();
-    while async_error(rank) == ResultCode::Success {
-        assert!(begin.elapsed() < PATIENCE, "rank {} was not told", rank.rank);
-        thread::yield_now();
-    }
+    eventually("the communicator fails", || {
+        async_error(rank) != ResultCode::Success
+    });
     assert_eq!(async_error(rank), ResultCode::InvalidUsage);
     let mut data = [0f32; 1];
     let at = data.as_mut_ptr().cast();

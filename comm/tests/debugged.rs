@@ -15,7 +15,7 @@ use std::{
 
 use common::{
     Call, ok, rank_of_process, start_processes, state,
-    waiting::{PATIENT_MS, until},
+    waiting::{PATIENT_MS, eventually as until},
 };
 use ringsight_comm::{abi, error::ResultCode, observe};
 use ringsight_records::{Function, Kind};

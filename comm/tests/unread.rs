@@ -5,45 +5,28 @@ mod common;
 use std::{
     env,
     ffi::{CString, c_int},
-    fs::{self, File, OpenOptions},
+    fs::{File, OpenOptions},
     io::{ErrorKind, Read as _, Write as _},
     os::{fd::AsRawFd as _, unix::fs::OpenOptionsExt as _},
     panic::catch_unwind,
-    path::{Path, PathBuf},
+    path::Path,
     process::Child,
     thread,
-    time::{Duration, Instant},
 };
 
-use common::{Call, Rank, host, ok, place_of_process, start_each, state};
+use common::{
+    Call, Rank, host, ok, place_of_process, start_each, state,
+    waiting::{Marks, eventually},
+};
 use ringsight_comm::{abi, communicator::Handle, error::ResultCode, observe};
 use ringsight_records::{Function, Kind};
 
-/// Where ranks tell each other how far they are.
-const FOLDER: &str = "RINGSIGHT_TEST_FOLDER";
-/// What the process logs to.
+/// The variable with the file that the process logs to.
 const LOG: &str = "RINGSIGHT_TEST_LOG";
-const THRESHOLD: Duration = Duration::from_millis(300);
-/// From the end of the threshold to the verdict, from a death to the failure, and for an abort.
-const PROMISED: Duration = Duration::from_secs(1);
-/// More than a busy machine takes.
-const EVER: Duration = Duration::from_secs(30);
 const RANKS: usize = 3;
 const VICTIM: usize = 2;
 
-/// Asserts that it comes, and within `limit` if there is one; a machine with much else to do may double that.
-#[track_caller]
-fn until(what: &str, limit: Option<Duration>, is: impl Fn() -> bool) {
-    let begin = Instant::now();
-    while !is() {
-        assert!(begin.elapsed() < EVER, "{what} does not come");
-        thread::sleep(Duration::from_millis(1));
-    }
-    let took = begin.elapsed();
-    assert!(limit.is_none_or(|limit| took < 2 * limit), "{what}: {took:?}");
-}
-
-/// Fills what is logged to; nobody else of this process is hindered by that this end does not block.
+/// Fills the pipe that is logged to. Only this end does not block.
 fn fill(path: &str) {
     let mut file = OpenOptions::new()
         .write(true)
@@ -63,12 +46,9 @@ fn fill(path: &str) {
 
 fn unread() {
     let (id, rank, ranks) = place_of_process().unwrap();
-    let folder = PathBuf::from(env::var(FOLDER).unwrap());
-    let mark = |name: &str| File::create(folder.join(format!("{name} {rank}"))).unwrap();
-    let await_all = |name: &str| {
-        let there = |rank| folder.join(format!("{name} {rank}")).exists();
-        until(name, None, || (0..VICTIM).all(there));
-    };
+    let marks = Marks::of_process();
+    let mark = |name: &str| marks.set(&format!("{name} {rank}"));
+    let await_all = |name: &str| (0..VICTIM).for_each(|rank| marks.wait(&format!("{name} {rank}")));
     let rank = Rank::join(id, rank, ranks);
     let mut second = Handle(0);
     // SAFETY: a live communicator and a valid place.
@@ -94,10 +74,9 @@ fn unread() {
         Call::new(Function::AllReduce, data.len()),
         observe::emitted(Kind::Verdict),
     );
+    // Nobody reads until both ranks have aborted: whatever waited for the log would wait for ever.
     let verdict = |count: u64| {
-        until("a verdict", Some(THRESHOLD + PROMISED), || {
-            observe::emitted(Kind::Verdict) >= before + count
-        });
+        eventually("a verdict", || observe::emitted(Kind::Verdict) >= before + count);
     };
     ok(rank.call(&call, at, at));
     verdict(1);
@@ -108,21 +87,17 @@ fn unread() {
     };
     ok(other.call(&call, at, at));
     verdict(2);
-    drop(mark("judged"));
+    mark("judged");
     await_all("judged");
     for rank in [&rank, &other] {
-        until("the failure", Some(2 * PROMISED), || {
-            state(rank.comm) == ResultCode::RemoteError
-        });
+        eventually("the failure", || state(rank.comm) == ResultCode::RemoteError);
     }
-    let begin = Instant::now();
     for rank in [&rank, &other] {
         // SAFETY: a live communicator.
         ok(unsafe { abi::ncclCommAbort(rank.comm) });
         rank.synchronize();
     }
-    assert!(begin.elapsed() < 2 * PROMISED, "{:?}", begin.elapsed());
-    drop(mark("aborted"));
+    mark("aborted");
 }
 
 #[test]
@@ -137,31 +112,31 @@ fn unread_rank() {
     unsafe { libc::exit(code) };
 }
 
-/// Runs the ranks, whose log is `log` of their folder, else their standard output, and returns what two of them have logged
-/// once somebody has read it.
-fn run(name: &str, log: Option<&str>, variables: &[(&str, &str)]) -> Vec<String> {
-    let folder = env::temp_dir().join(format!("ringsight-unread-{}-{name}", std::process::id()));
-    fs::create_dir_all(&folder).unwrap();
-    let path = |rank: usize| log.map(|log| folder.join(format!("{log}{rank}")));
+/// Runs the ranks, which log to file `log` of their folder, or to their standard output. Reads when both living ranks have
+/// aborted, and returns what they logged.
+fn run(log: Option<&str>, variables: &[(&str, &str)]) -> Vec<String> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |rank: usize| log.map(|log| folder.path().join(format!("{log}{rank}")));
     // Open to read, so that the ranks can open them to write.
     let open = |rank| path(rank).filter(|_| rank != VICTIM).map(|path| fifo(&path));
     let files: Vec<Option<File>> = (0..RANKS).map(open).collect();
     let mut ranks = start_each("unread_rank", RANKS, 1, |rank, command| {
         command
             .env("NCCL_KERNEL_TIMEOUT_MS", "300")
-            .env(FOLDER, &folder)
+            .env(Marks::FOLDER, folder.path())
             .env(LOG, "/proc/self/fd/1")
             .envs(variables.iter().copied());
         if let Some(path) = path(rank).filter(|path| path.exists()) {
             command.env("NCCL_DEBUG_FILE", &path).env(LOG, &path);
         }
     });
-    let marks = || (0..VICTIM).filter(|rank| folder.join(format!("aborted {rank}")).exists());
-    let end = Instant::now() + 3 * EVER;
-    while marks().count() < VICTIM && Instant::now() < end && !ranks[..VICTIM].iter_mut().any(has_ended) {
-        thread::sleep(Duration::from_millis(5));
-    }
-    let stuck = marks().count() < VICTIM;
+    let marks = Marks::in_folder(folder.path());
+    let is_over = || (0..VICTIM).all(|rank| marks.is_set(&format!("aborted {rank}")));
+    // A rank that waits for the log in vain says so, and ends.
+    eventually("both ranks have aborted, or one has failed", || {
+        is_over() || ranks[..VICTIM].iter_mut().any(has_ended)
+    });
+    let stuck = !is_over();
     // All at once: a process that ends waits only so long for who reads.
     let read = |(mut child, file): (Child, Option<File>)| {
         thread::spawn(move || {
@@ -177,7 +152,6 @@ fn run(name: &str, log: Option<&str>, variables: &[(&str, &str)]) -> Vec<String>
     };
     let readers: Vec<_> = ranks.into_iter().zip(files).map(read).collect();
     let texts: Vec<_> = readers.into_iter().map(|reader| reader.join().unwrap()).collect();
-    fs::remove_dir_all(&folder).unwrap();
     assert!(!stuck, "{texts:?}");
     texts.into_iter().take(VICTIM).map(|(text, _)| text).collect()
 }
@@ -206,8 +180,8 @@ fn read_all(mut file: File) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// What was said meanwhile is there when somebody reads.
-fn assert_said(texts: &[String], parts: &[&str]) {
+/// What was logged meanwhile is there for the reader.
+fn assert_logged(texts: &[String], parts: &[&str]) {
     for text in texts {
         for part in parts {
             assert!(
@@ -226,21 +200,17 @@ const REPORTS: [&str; 2] = [
 
 #[test]
 fn reports_that_nobody_reads_hold_nothing_up() {
-    assert_said(&run("reports", None, &[]), &REPORTS);
+    assert_logged(&run(None, &[]), &REPORTS);
 }
 
 #[test]
 fn lines_that_nobody_reads_hold_nothing_up() {
-    let texts = run(
-        "lines",
-        None,
-        &[("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "ALL")],
-    );
-    assert_said(&texts, &REPORTS);
-    assert_said(&texts, &["the communicator has failed: rank 2 is gone"]);
+    let texts = run(None, &[("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "ALL")]);
+    assert_logged(&texts, &REPORTS);
+    assert_logged(&texts, &["the communicator has failed: rank 2 is gone"]);
 }
 
 #[test]
 fn a_file_that_nobody_reads_holds_nothing_up() {
-    assert_said(&run("file", Some("log"), &[("NCCL_DEBUG", "WARN")]), &REPORTS);
+    assert_logged(&run(Some("log"), &[("NCCL_DEBUG", "WARN")]), &REPORTS);
 }

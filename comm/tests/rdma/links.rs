@@ -6,7 +6,7 @@ use std::{
     process::{Command, Stdio},
 };
 
-pub(crate) use crate::common::waiting::{PATIENCE, until};
+pub(crate) use crate::common::waiting::{PATIENCE, eventually as until};
 use crate::fabric::{Fabric, Port};
 
 /// Runs commands of `ip`, which are separated by newlines: one process for all, since to start one takes an emulated machine long.

@@ -1,21 +1,18 @@
-//! What ranks write when one of them finds a hang.
+//! Dumps that ranks write when one of them finds a hang.
 
-use std::{
-    env, thread,
-    time::{Duration, Instant},
-};
+use std::env;
 
 use ringsight_comm::abi;
 use ringsight_records::Function;
 
-use super::{ELEMENTS, PROMISED};
+use super::ELEMENTS;
 use crate::{
-    common::{Call, host, ok, rank_of_process},
+    common::{Call, host, ok, rank_of_process, waiting::eventually},
     skip,
 };
 
-/// One rank of [`a_hang_is_dumped_by_every_rank`]: rank 1 never calls the last operation; before it there was one of each kind, and
-/// a replayed graph.
+/// One rank of [`a_hang_is_dumped_by_every_rank`]: one operation of each kind and a replayed graph, and then an operation that rank 1
+/// never calls.
 #[test]
 #[ignore = "helper: the body of one rank; started by another test"]
 fn dumped_rank() {
@@ -42,12 +39,10 @@ fn dumped_rank() {
     if rank.rank != 1 {
         ok(rank.call(&Call::new(Function::AllReduce, 7), at, at));
     }
-    let end = Instant::now() + 20 * PROMISED;
-    let files = env::var("RINGSIGHT_DUMP_FILE").unwrap();
-    while !(0..rank.ranks).all(|rank| std::path::Path::new(&format!("{files}{rank}")).exists()) {
-        assert!(Instant::now() < end, "no dumps");
-        thread::sleep(Duration::from_millis(5));
-    }
+    let prefix = env::var("RINGSIGHT_DUMP_FILE").unwrap();
+    eventually("a dump of every rank", || {
+        (0..rank.ranks).all(|rank| std::path::Path::new(&format!("{prefix}{rank}")).exists())
+    });
     // SAFETY: a live communicator.
     ok(unsafe { abi::ncclCommAbort(rank.comm) });
     rank.synchronize();

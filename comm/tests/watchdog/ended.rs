@@ -1,24 +1,18 @@
 //! Ranks that end the communicator, or whose communicator has failed, while others are late.
 
-use std::{
-    env,
-    path::{Path, PathBuf},
+use ringsight_comm::{abi, error::ResultCode};
+use ringsight_records::Function;
+
+use super::{has_reported, texts, verdicts};
+use crate::common::{
+    Call, Rank, ok, rank_of_process, start_processes, state,
+    waiting::{Marks, PATIENT_MS, eventually},
 };
 
-use ringsight_comm::{abi, error::ResultCode, observe};
-use ringsight_records::{Function, Kind};
-
-use super::{FOLDER, texts, until};
-use crate::common::{Call, Rank, ok, rank_of_process, start_processes, state, waiting::PATIENT_MS};
-
-/// Few enough that a broadcast's root is done before the others come.
-const ELEMENTS: usize = 1000;
-/// So many that nobody is done with what the others had sent when they gave up.
+/// Few enough that a broadcast's root completes it before the others come.
+const FEW: usize = 1000;
+/// So many that no rank has completed what the others had sent when they gave up.
 const MANY: usize = 1 << 20;
-
-fn mark(name: &str) -> PathBuf {
-    Path::new(&env::var(FOLDER).unwrap()).join(name)
-}
 
 fn abort(rank: Rank) {
     // SAFETY: a live communicator.
@@ -27,11 +21,11 @@ fn abort(rank: Rank) {
     println!("\nrank done");
 }
 
-/// What the ranks of a test said of each other, hangs of which abort.
-fn verdicts(worker: &str, source: &str, arrival: &str) -> Vec<Vec<String>> {
+/// The verdicts of each of three ranks, where hangs abort.
+fn reported(worker: &str, source: &str, arrival: &str) -> Vec<Vec<String>> {
     let folder = tempfile::tempdir().unwrap();
     let variables = [
-        (FOLDER, folder.path().to_str().unwrap()),
+        (Marks::FOLDER, folder.path().to_str().unwrap()),
         ("NCCL_ALGO", "Ring"),
         ("NCCL_KERNEL_TIMEOUT_MS", PATIENT_MS),
         ("RINGSIGHT_ARRIVAL_TIMEOUT_MS", arrival),
@@ -39,57 +33,59 @@ fn verdicts(worker: &str, source: &str, arrival: &str) -> Vec<Vec<String>> {
         ("RINGSIGHT_WATCHDOG_SOURCE", source),
     ];
     let ranks = start_processes(worker, 3, 1, &variables);
-    let texts = texts(&format!("{worker}, {source}"), ranks);
-    let of_rank = |text: &String| {
-        let verdicts = text.lines().filter_map(|line| line.split_once("Verdict: "));
-        verdicts.map(|(_, verdict)| verdict.to_owned()).collect()
-    };
-    texts.iter().map(of_rank).collect()
+    texts(&format!("{worker}, {source}"), ranks)
+        .iter()
+        .map(|text| verdicts(text).into_iter().map(str::to_owned).collect())
+        .collect()
 }
 
-/// Of a broadcast from rank to rank the root is done, and aborts; rank 1 comes when rank 2 has said something.
+/// The root of a broadcast completes it, and aborts. Rank 1 passes the data on to rank 2, and comes when rank 2 has reported.
 #[test]
 #[ignore = "helper: the body of one rank; started by another test"]
 fn leaving_rank() {
     let Some(rank) = rank_of_process() else { return };
-    let mut data = vec![1f32; ELEMENTS];
+    let marks = Marks::of_process();
+    let mut data = vec![1f32; FEW];
     let at: *mut u8 = data.as_mut_ptr().cast();
-    ok(rank.call(&Call::new(Function::AllReduce, ELEMENTS), at, at));
+    ok(rank.call(&Call::new(Function::AllReduce, FEW), at, at));
     rank.synchronize();
     if rank.rank == 1 {
-        until(&|| mark("told").exists());
+        marks.wait("reported");
     }
-    ok(rank.call(&Call::peer(Function::Broadcast, ELEMENTS, 0), at, at));
+    ok(rank.call(&Call::peer(Function::Broadcast, FEW, 0), at, at));
     match rank.rank {
         0 => {
             rank.synchronize();
-            until(&|| mark("waits").exists());
+            marks.wait("rank 2 waits");
             abort(rank);
             return;
         }
         2 => {
-            std::fs::write(mark("waits"), "").unwrap();
-            until(&|| observe::emitted(Kind::Verdict) > 0);
-            std::fs::write(mark("told"), "").unwrap();
+            marks.set("rank 2 waits");
+            eventually("a verdict", has_reported);
+            marks.set("reported");
         }
         _ => {}
     }
     rank.synchronize();
-    assert_eq!(data, vec![3f32; ELEMENTS]);
+    assert_eq!(data, vec![3f32; FEW]);
     assert_eq!(state(rank.comm), ResultCode::Success);
     rank.leave();
     println!("\nrank done");
 }
 
 #[test]
-fn a_rank_that_aborts_when_it_is_done_is_not_what_the_others_wait_for() {
+fn a_rank_that_aborts_after_it_completed_is_not_the_culprit() {
     for source in ["pages", "events"] {
-        let said = verdicts("watchdog::ended::leaving_rank", source, "600000");
+        let reported = reported("watchdog::ended::leaving_rank", source, "600000");
         assert!(
-            matches!(&said[2][..], [verdict] if verdict.starts_with("NOT_LAUNCHED (late): rank 1 ")),
-            "{source}: {said:?}"
+            matches!(&reported[2][..], [verdict] if verdict.starts_with("NOT_LAUNCHED (late): rank 1 ")),
+            "{source}: {reported:?}"
         );
-        assert!(said[0].is_empty() && said[1].is_empty(), "{source}: {said:?}");
+        assert!(
+            reported[0].is_empty() && reported[1].is_empty(),
+            "{source}: {reported:?}"
+        );
     }
 }
 
@@ -98,38 +94,41 @@ fn a_rank_that_aborts_when_it_is_done_is_not_what_the_others_wait_for() {
 #[ignore = "helper: the body of one rank; started by another test"]
 fn failing_rank() {
     let Some(rank) = rank_of_process() else { return };
+    let marks = Marks::of_process();
     let mut data = vec![1f32; MANY];
     let at: *mut u8 = data.as_mut_ptr().cast();
     let call = Call::new(Function::AllReduce, MANY);
     ok(rank.call(&call, at, at));
     rank.synchronize();
-    let failed = |rank: usize| mark(&format!("{rank} has failed"));
+    let failed = |rank: usize| format!("rank {rank} has failed");
     if rank.rank > 0 {
-        until(&|| failed(rank.rank - 1).exists());
+        marks.wait(&failed(rank.rank - 1));
     }
     ok(rank.call(&call, at, at));
-    until(&|| state(rank.comm) != ResultCode::Success);
+    eventually("the communicator fails", || {
+        state(rank.comm) != ResultCode::Success
+    });
     assert_eq!(state(rank.comm), ResultCode::SystemError);
-    std::fs::write(failed(rank.rank), "").unwrap();
+    marks.set(&failed(rank.rank));
     // Until then it answers.
-    until(&|| failed(rank.ranks - 1).exists());
+    marks.wait(&failed(rank.ranks - 1));
     abort(rank);
 }
 
-/// What it had in progress was given up, and is not done.
+/// The operation that rank 0 had in progress was given up, and is not completed.
 #[test]
-fn a_rank_whose_communicator_has_failed_is_what_the_others_wait_for() {
+fn a_rank_whose_communicator_failed_is_the_culprit() {
     for source in ["pages", "events"] {
-        let said = verdicts("watchdog::ended::failing_rank", source, "2000");
-        let last = |rank: usize| said[rank].last().cloned().unwrap_or_default();
+        let reported = reported("watchdog::ended::failing_rank", source, "2000");
+        let last = reported[0].last().cloned().unwrap_or_default();
         assert!(
-            last(0).starts_with("NOT_LAUNCHED (hang): rank 1 "),
-            "{source}: {said:?}"
+            last.starts_with("NOT_LAUNCHED (hang): rank 1 "),
+            "{source}: {reported:?}"
         );
         for rank in [1, 2] {
             assert!(
-                matches!(&said[rank][..], [verdict] if verdict.starts_with("PEER_ABORTED (hang): rank 0 ")),
-                "{source}: {said:?}"
+                matches!(&reported[rank][..], [verdict] if verdict.starts_with("PEER_ABORTED (hang): rank 0 ")),
+                "{source}: {reported:?}"
             );
         }
     }

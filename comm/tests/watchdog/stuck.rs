@@ -1,19 +1,18 @@
 //! Kernels that stop, or never end.
 
 use std::{
-    env,
     ffi::c_int,
-    path::PathBuf,
     sync::atomic::{AtomicBool, Ordering},
-    thread,
-    time::{Duration, Instant},
 };
 
 use ringsight_comm::{abi, device::Progress, error::ResultCode, observe};
-use ringsight_records::{Description, Function};
+use ringsight_records::Function;
 
-use super::{ELEMENTS, FOLDER, PROMISED, THRESHOLD, texts, until};
-use crate::common::{Call, host, ok, rank_of_process, start_processes, state};
+use super::{ELEMENTS, has_begun, texts, verdicts};
+use crate::common::{
+    Call, host, ok, rank_of_process, start_processes, state,
+    waiting::{Marks, eventually},
+};
 
 /// A thread that [`hold`] holds goes on.
 static GOES_ON: AtomicBool = AtomicBool::new(false);
@@ -25,7 +24,7 @@ extern "C" fn hold(_signal: c_int) {
     }
 }
 
-/// Lets the threads of this process that run kernels do nothing any more.
+/// Stops the threads of this process that run kernels, until [`GOES_ON`].
 fn hold_kernels() {
     // SAFETY: the handler calls nothing but what it may.
     unsafe { libc::signal(libc::SIGUSR1, hold as *const () as libc::sighandler_t) };
@@ -39,35 +38,37 @@ fn hold_kernels() {
     }
 }
 
+/// Whether the kernel of this process says that it waits for another rank.
+fn kernel_waits() -> bool {
+    let pages = observe::pages().expect("a communicator has pages");
+    pages.descriptions().any(|operation| operation.waits != 0)
+}
+
 /// One rank of [`a_kernel_that_stops_is_named`]: rank 1's kernel stops where it waits for rank 2, which comes only then.
 #[test]
 #[ignore = "helper: the body of one rank; started by another test"]
 fn frozen_rank() {
     let Some(rank) = rank_of_process() else { return };
+    let marks = Marks::of_process();
     let mut data = vec![1f32; ELEMENTS];
     let at: *mut u8 = data.as_mut_ptr().cast();
-    let folder = PathBuf::from(env::var(FOLDER).unwrap());
-    let await_mark = |name: &str| until(&|| folder.join(name).exists());
-    let mark = |name: &str| std::fs::write(folder.join(name), "").unwrap();
     match rank.rank {
         0 => {}
-        1 => await_mark("first has begun"),
-        _ => await_mark("second has stopped"),
+        1 => marks.wait("rank 0 has begun"),
+        _ => marks.wait("rank 1 has stopped"),
     }
     ok(rank.call(&Call::new(Function::AllReduce, ELEMENTS), at, at));
-    let in_progress = |operation: Description| operation.device_start_ns != 0;
-    until(&|| observe::pages().unwrap().descriptions().any(in_progress));
+    eventually("the operation begins", has_begun);
     match rank.rank {
-        0 => mark("first has begun"),
+        0 => marks.set("rank 0 has begun"),
         1 => {
-            // It has looked for the others, in vain.
-            thread::sleep(Duration::from_millis(50));
+            eventually("the kernel waits for another rank", kernel_waits);
             hold_kernels();
-            mark("second has stopped");
+            marks.set("rank 1 has stopped");
         }
         _ => {}
     }
-    await_mark("all have told");
+    marks.wait("all have reported");
     GOES_ON.store(true, Ordering::Relaxed);
     rank.synchronize();
     assert_eq!(data, vec![3f32; ELEMENTS]);
@@ -75,13 +76,13 @@ fn frozen_rank() {
     println!("\nrank done");
 }
 
-/// Not the rank that began first, and so did not move for longest.
+/// It is not the rank that began first, and so stood still for longest.
 #[test]
 fn a_kernel_that_stops_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let log = folder.path().join("log.%p");
     let variables = [
-        (FOLDER, folder.path().to_str().unwrap()),
+        (Marks::FOLDER, folder.path().to_str().unwrap()),
         ("NCCL_DEBUG", "WARN"),
         ("NCCL_DEBUG_FILE", log.to_str().unwrap()),
         ("NCCL_KERNEL_TIMEOUT_MS", "300"),
@@ -95,11 +96,10 @@ fn a_kernel_that_stops_is_named() {
         let texts = logs.map(|log| std::fs::read_to_string(log.path()).unwrap());
         texts.collect::<Vec<_>>()
     };
-    let end = Instant::now() + 20 * PROMISED;
-    while logs().iter().filter(|log| log.contains(verdict)).count() < 3 && Instant::now() < end {
-        thread::sleep(Duration::from_millis(10));
-    }
-    std::fs::write(folder.path().join("all have told"), "").unwrap();
+    eventually("the verdict of every rank", || {
+        logs().iter().filter(|log| log.contains(verdict)).count() == 3
+    });
+    Marks::in_folder(folder.path()).set("all have reported");
     texts("frozen_rank", ranks);
     assert_eq!(logs().len(), 3);
     for log in logs() {
@@ -118,48 +118,48 @@ fn a_kernel_that_stops_is_named() {
 #[ignore = "helper: the body of one rank; started by another test"]
 fn stuck_rank() {
     let Some(rank) = rank_of_process() else { return };
-    let device = host();
+    let (marks, device) = (Marks::of_process(), host());
     if rank.rank == 1 {
         ok(abi::ncclSimulateKernelTimeout(rank.comm));
         // The communicator's next operation waits behind it, on whatever stream.
         let data = [0_u8; 8];
         // SAFETY: as many bytes, which nothing ever touches.
         ok(unsafe { abi::ncclSend(data.as_ptr().cast(), 8, 0, 0, rank.comm, rank.stream) });
+        eventually("the error", || state(rank.comm) != ResultCode::Success);
+        marks.set("rank 1 has the error");
     }
-    thread::sleep(THRESHOLD + PROMISED);
-    let mut expected = (ResultCode::Success, Progress::Done);
-    if rank.rank == 1 {
-        expected = (ResultCode::SystemError, Progress::Pending);
-    }
+    // What rank 1 finds is no error of rank 0.
+    marks.wait("rank 1 has the error");
+    let expected = match rank.rank {
+        1 => (ResultCode::SystemError, Progress::Pending),
+        _ => (ResultCode::Success, Progress::Done),
+    };
     assert_eq!(
         (state(rank.comm), device.stream_query(rank.stream).unwrap()),
         expected
     );
-    let begin = Instant::now();
     // SAFETY: a live communicator.
     ok(unsafe { abi::ncclCommAbort(rank.comm) });
-    rank.synchronize();
-    assert!(begin.elapsed() < Duration::from_secs(1), "{:?}", begin.elapsed());
+    eventually("the stream is released", || {
+        device.stream_query(rank.stream).unwrap() == Progress::Done
+    });
     println!("\nrank done");
 }
 
 #[test]
 fn a_stuck_kernel_is_a_hang_and_can_be_aborted() {
+    let folder = tempfile::tempdir().unwrap();
     let variables = [
+        (Marks::FOLDER, folder.path().to_str().unwrap()),
         ("NCCL_KERNEL_TIMEOUT_MS", "300"),
         ("RINGSIGHT_WATCHDOG_ACTION", "error"),
     ];
     let ranks = start_processes("watchdog::stuck::stuck_rank", 2, 1, &variables);
-    for (rank, text) in texts("stuck_rank", ranks).into_iter().enumerate() {
-        let verdicts: Vec<&str> = text.lines().filter(|line| line.contains("Verdict: ")).collect();
-        if rank == 1 {
-            assert!(
-                verdicts.len() == 1
-                    && verdicts[0].contains("Verdict: STUCK_KERNEL (hang): every rank has come"),
-                "{text}"
-            );
-        } else {
-            assert_eq!(verdicts, [""; 0], "{text}");
-        }
-    }
+    let texts = texts("stuck_rank", ranks);
+    assert!(verdicts(&texts[0]).is_empty(), "{}", texts[0]);
+    assert!(
+        matches!(verdicts(&texts[1])[..], [verdict] if verdict.starts_with("STUCK_KERNEL (hang): every rank has come")),
+        "{}",
+        texts[1]
+    );
 }
