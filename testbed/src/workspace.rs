@@ -125,7 +125,14 @@ fn building(packages: &[&str]) -> Command {
     let mut command = cargo();
     command
         .args(["build", "--release", "--locked"])
-        .args(packages.iter().flat_map(|name| ["-p", name]));
+        .args(packages.iter().flat_map(|name| ["-p", name]))
+        // Not `rank-worker`, which is of comm's tests.
+        .arg("--lib");
+    for (package, program) in [("ringsight-collector", "ringsight"), ("xtask", "xtask")] {
+        if packages.contains(&package) {
+            command.args(["--bin", program]);
+        }
+    }
     command
 }
 
@@ -174,11 +181,20 @@ fn install_library(library: &Path, folder: &Path) -> Result<()> {
     Ok(fs::rename(&fresh, &installed)?)
 }
 
-/// Builds a test of a package and returns its program.
+/// A test of a package, as cargo has built it.
+#[derive(Clone, Debug)]
+pub struct TestProgram {
+    /// The test's program.
+    pub file: PathBuf,
+    /// Programs of its package, which its tests start by these paths.
+    pub starts: Vec<PathBuf>,
+}
+
+/// Builds a test of a package.
 ///
 /// # Errors
 /// If it cannot be built, or there is no such test.
-pub fn test_program(package: &str, test: &str) -> Result<PathBuf> {
+pub fn test_program(package: &str, test: &str) -> Result<TestProgram> {
     let mut command = cargo();
     command.args([
         "test",
@@ -194,12 +210,22 @@ pub fn test_program(package: &str, test: &str) -> Result<PathBuf> {
         command.args(["--test", test]);
     }
     let messages = process::output(command.stderr(Stdio::inherit()))?;
-    messages
-        .lines()
-        .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok())
-        .filter(|message| message["profile"]["test"] == true)
-        .find_map(|message| message["executable"].as_str().map(PathBuf::from))
-        .with_context(|| format!("cargo built no test {test} of {package}"))
+    let (mut file, mut starts) = (None, Vec::new());
+    for line in messages.lines() {
+        let Ok(message) = serde_json::from_str::<serde_json::Value>(line) else {
+            continue;
+        };
+        let Some(executable) = message["executable"].as_str().map(PathBuf::from) else {
+            continue;
+        };
+        if message["profile"]["test"] == true {
+            file = Some(executable);
+        } else if message["target"]["kind"][0] == "bin" {
+            starts.push(executable);
+        }
+    }
+    let file = file.with_context(|| format!("cargo built no test {test} of {package}"))?;
+    Ok(TestProgram { file, starts })
 }
 
 #[cfg(test)]

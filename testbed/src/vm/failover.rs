@@ -233,7 +233,7 @@ fn run_all(
     let wanted: BTreeSet<&String> = cases.iter().collect();
     results.retain(|case, _| wanted.contains(case));
     cases.retain(|case| !results.contains_key(case));
-    let program = test_program("ringsight-verbs", "failover")?;
+    let program = test_program("ringsight-verbs", "failover")?.file;
     let mut waiting: VecDeque<Waiting> = cases.into_iter().map(Waiting::new).collect();
     let mut barren = 0;
     while !waiting.is_empty() {

@@ -21,7 +21,10 @@ use super::{
     packages,
     stale::StaleCode,
 };
-use crate::{process, workspace};
+use crate::{
+    process,
+    workspace::{self, TestProgram},
+};
 
 /// Exit code of a run that was ended at its limit, as `timeout`'s.
 pub const OVER_LIMIT: u8 = 124;
@@ -110,6 +113,16 @@ impl Guest {
             .with_context(|| format!("{} has no name", file.display()))?;
         self.files.push((file.to_owned(), format!("/test/{name}")));
         Ok(format!("./{name}"))
+    }
+
+    /// Adds a test program as [`Self::add`] does, and the programs that it starts, which keep their paths.
+    ///
+    /// # Errors
+    /// If it has no name.
+    pub fn add_test(&mut self, test: &TestProgram) -> Result<String> {
+        let same_path = |file: &PathBuf| (file.clone(), file.display().to_string());
+        self.files.extend(test.starts.iter().map(same_path));
+        self.add(&test.file)
     }
 
     /// Runs the guest and collects the program's output. Where the emulator broke the guest's kernel (`StaleCode` in `stale.rs`), or a processor

@@ -151,7 +151,7 @@ pub fn run(command: &Command) -> Result<ExitCode> {
 fn run_program(options: &RunOptions) -> Result<ExitCode> {
     let mut guest = options.options.guest()?;
     if let (Some(package), Some(test)) = (&options.package, &options.test) {
-        guest.program = vec![guest.add(&test_program(package, test)?)?];
+        guest.program = vec![guest.add_test(&test_program(package, test)?)?];
         guest.program.extend(options.program.iter().cloned());
         return finish(&guest);
     }

@@ -3,7 +3,6 @@
 mod jobs;
 
 use std::{
-    path::PathBuf,
     process::ExitCode,
     time::{Duration, Instant},
 };
@@ -172,9 +171,8 @@ impl Job {
                 test,
                 filters,
             } => {
-                let file: PathBuf = test_program(package, test)?;
                 // One at a time: they share the guest's devices.
-                let first = guest.add(&file)?;
+                let first = guest.add_test(&test_program(package, test)?)?;
                 let words = [first.as_str(), "--ignored", "--test-threads=1"];
                 words
                     .iter()
