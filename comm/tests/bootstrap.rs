@@ -1,184 +1,61 @@
 //! Making communicators as a program does: many ranks, missing ranks, and what the environment says.
 //!
-//! What depends on the environment or on limits runs in a process of its own: this test binary again, running one helper.
+//! What depends on the environment or on limits runs in a process of its own.
 
 mod common;
 
 use std::{
-    ffi::c_int,
-    fs,
     io::{BufRead, BufReader, Write},
     net::TcpListener,
     os::unix::process::CommandExt,
-    process::{Command, Stdio},
-    sync::{
-        Arc, Barrier,
-        atomic::{AtomicBool, Ordering},
-    },
+    process::Stdio,
     thread,
     time::{Duration, Instant},
 };
 
-use common::{host, last_error, ok, unique_id};
-use ringsight_comm::{
-    abi::{self, UniqueIdBytes},
-    bootstrap::{Bootstrap, UniqueId},
-    communicator::Handle,
-    error::ResultCode,
+use common::{
+    host, init, last_error,
+    processes::{alone, finish, to_hex, worker},
+    unique_id,
+    variables::{EXPECTED, ID, PLACE, WHAT},
 };
 
-const MANY: usize = 256;
+use ringsight_comm::{abi::UniqueIdBytes, error::ResultCode};
 
-/// A helper in a process of its own.
-fn helper(name: &str) -> Command {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args([name, "--exact", "--ignored", "--nocapture", "--test-threads=1"]);
-    command
-}
-
-/// Runs a helper in a process of its own and gives what it printed.
-fn run(helper: &str, environment: &[(&str, &str)], open_files: Option<u64>) -> String {
-    let mut command = self::helper(helper);
-    for (name, value) in environment {
-        command.env(name, value);
-    }
-    if let Some(soft) = open_files {
-        let lower = move || {
-            let mut limit = libc::rlimit {
-                rlim_cur: 0,
-                rlim_max: 0,
-            };
-            // SAFETY: a valid place.
-            unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) };
-            limit.rlim_cur = soft.min(limit.rlim_max);
-            // SAFETY: a valid limit.
-            unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
-            Ok(())
-        };
-        // SAFETY: the closure makes two system calls and allocates nothing.
-        unsafe { command.pre_exec(lower) };
-    }
-    finish(&mut command)
-}
-
-/// Runs a helper's command and gives what it printed.
-fn finish(command: &mut Command) -> String {
-    let output = command.output().unwrap();
-    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && text.contains("helper done"), "{text}");
-    text.into_owned()
-}
-
-fn init(id: UniqueIdBytes, rank: usize, ranks: usize) -> (ResultCode, Handle) {
-    let mut comm = Handle(0);
-    // SAFETY: a valid place.
-    let code = unsafe { abi::ncclCommInitRank(&raw mut comm, ranks as c_int, id, rank as c_int) };
-    (code, comm)
+/// Runs a body in a process of its own, with these variables, and returns what it wrote.
+fn run(body: &str, environment: &[(&str, &str)]) -> String {
+    alone(body, |command| {
+        command.envs(environment.iter().copied());
+    })
 }
 
 #[test]
 fn many_ranks_are_threads_of_one_process_with_the_usual_limit_of_open_files() {
-    print!("{}", run("many_ranks", &[], Some(1024)));
-}
-
-/// How long all ranks of a communicator of [`MANY`] may take to be made.
-const MADE_WITHIN: Duration = Duration::from_secs(2);
-
-/// What this process has used of the processors.
-fn processor_time() -> Duration {
-    let mut time = libc::timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
+    let lower = || {
+        let mut limit = libc::rlimit {
+            rlim_cur: 0,
+            rlim_max: 0,
+        };
+        // SAFETY: a valid place.
+        unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) };
+        limit.rlim_cur = limit.rlim_max.min(1024);
+        // SAFETY: a valid limit.
+        unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
+        Ok(())
     };
-    // SAFETY: a valid place; this clock exists.
-    let code = unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut time) };
-    assert_eq!(code, 0);
-    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
-}
-
-/// On a machine that others keep busy the wall clock says how busy they are: there, what counts is the part of the
-/// processors' time that the ranks have used.
-#[test]
-#[ignore = "helper: started by a test in a process of its own"]
-fn many_ranks() {
-    host();
-    let cores = thread::available_parallelism().unwrap().get();
-    let load = fs::read_to_string("/proc/loadavg").unwrap();
-    let load: f64 = load.split_ascii_whitespace().next().unwrap().parse().unwrap();
-    let busy = load > cores as f64;
-    let best = (0..3)
-        .map(|_| {
-            let (wall, used) = make_many();
-            let used = used / cores as u32;
-            println!("{MANY} ranks in {wall:?}, {used:?} of {cores} processors each, load {load}");
-            if busy { wall.min(used) } else { wall }
-        })
-        .min()
-        .unwrap();
-    assert!(best <= MADE_WITHIN, "{best:?}, load {load} on {cores} processors");
-    println!("helper done");
-}
-
-/// Makes a communicator of [`MANY`] ranks: how long that took by the wall clock, and of the processors' time.
-fn make_many() -> (Duration, Duration) {
-    let id = unique_id();
-    let (start, made) = (Barrier::new(MANY + 1), Barrier::new(MANY + 1));
-    let entries = |path: &str| fs::read_dir(path).unwrap().count();
-    let before = (entries("/proc/self/fd"), entries("/proc/self/task"));
-    thread::scope(|scope| {
-        for rank in 0..MANY {
-            let (start, made) = (&start, &made);
-            scope.spawn(move || {
-                start.wait();
-                let (code, comm) = init(id, rank, MANY);
-                ok(code);
-                made.wait();
-                made.wait();
-                let mut count = 0;
-                // SAFETY: a valid place; a live communicator.
-                ok(unsafe { abi::ncclCommCount(comm, &raw mut count) });
-                assert_eq!(count, MANY as c_int);
-                // SAFETY: a live communicator.
-                ok(unsafe { abi::ncclCommDestroy(comm) });
-            });
-        }
-        start.wait();
-        let (begin, used) = (Instant::now(), processor_time());
-        made.wait();
-        let taken = (begin.elapsed(), processor_time().saturating_sub(used));
-        let (files, threads) = (entries("/proc/self/fd"), entries("/proc/self/task"));
-        made.wait();
-        println!(
-            "{MANY} ranks: {:.1} descriptors and {:.1} threads a rank",
-            (files - before.0) as f64 / MANY as f64,
-            // Each rank has the thread that made it, which is the caller's.
-            (threads - before.1 - MANY) as f64 / MANY as f64,
-        );
-        taken
-    })
+    let text = alone("bootstrap::many_ranks", |command| {
+        // SAFETY: the closure makes two system calls and allocates nothing.
+        unsafe { command.pre_exec(lower) };
+    });
+    print!("{text}");
 }
 
 #[test]
 fn a_missing_rank_is_named() {
     run(
-        "missing_ranks",
+        "bootstrap::missing_ranks",
         &[("RINGSIGHT_BOOTSTRAP_TIMEOUT_MS", "300")],
-        None,
     );
-}
-
-#[test]
-#[ignore = "helper: started by a test in a process of its own"]
-fn missing_ranks() {
-    host();
-    assert_eq!(init(unique_id(), 1, 4).0, ResultCode::SystemError);
-    let text = last_error();
-    assert!(
-        text.contains("rank 1 of 4")
-            && text.contains("3 of 4 ranks did not come within 300ms: rank 0, ranks 2-3"),
-        "{text}"
-    );
-    println!("helper done");
 }
 
 #[test]
@@ -188,18 +65,9 @@ fn variables_that_are_no_numbers_are_named() {
         "NCCL_KERNEL_TIMEOUT_MS",
         "NCCL_MAX_CTAS",
     ] {
-        let text = run("no_number", &[(name, "soon")], None);
+        let text = run("bootstrap::no_number", &[(name, "soon")]);
         assert!(text.contains(&format!("{name}=soon is not a number")), "{text}");
     }
-}
-
-#[test]
-#[ignore = "helper: started by a test in a process of its own"]
-fn no_number() {
-    host();
-    let (code, comm) = init(unique_id(), 0, 1);
-    assert_eq!((code, comm), (ResultCode::InvalidArgument, Handle(0)));
-    println!("{}\nhelper done", last_error());
 }
 
 #[test]
@@ -207,27 +75,7 @@ fn a_fixed_address_takes_the_place_of_the_unique_id() {
     let free = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = free.local_addr().unwrap().to_string();
     drop(free);
-    run("fixed_address", &[("NCCL_COMM_ID", &address)], None);
-}
-
-#[test]
-#[ignore = "helper: started by a test in a process of its own"]
-fn fixed_address() {
-    host();
-    // Every rank makes the id by itself; two communicators, one after the other, at the same address.
-    for _ in 0..2 {
-        thread::scope(|scope| {
-            for rank in 0..3 {
-                scope.spawn(move || {
-                    let (code, comm) = init(unique_id(), rank, 3);
-                    ok(code);
-                    // SAFETY: a live communicator.
-                    ok(unsafe { abi::ncclCommDestroy(comm) });
-                });
-            }
-        });
-    }
-    println!("helper done");
+    run("bootstrap::fixed_address", &[("NCCL_COMM_ID", &address)]);
 }
 
 #[test]
@@ -238,24 +86,10 @@ fn an_impossible_interface_or_address_is_named() {
         ("NCCL_COMM_ID", "nowhere"),
     ] {
         run(
-            "impossible_environment",
-            &[(name, value), ("EXPECTED", value)],
-            None,
+            "bootstrap::impossible_environment",
+            &[(name, value), (EXPECTED, value)],
         );
     }
-}
-
-#[test]
-#[ignore = "helper: started by a test in a process of its own"]
-fn impossible_environment() {
-    host();
-    let mut id = UniqueIdBytes([0; 128]);
-    // SAFETY: a valid place.
-    let code = unsafe { abi::ncclGetUniqueId(&raw mut id) };
-    assert_eq!(code, ResultCode::InvalidArgument);
-    let (text, expected) = (last_error(), std::env::var("EXPECTED").unwrap());
-    assert!(text.contains(&expected), "{text}");
-    println!("helper done");
 }
 
 /// Its time-out, in milliseconds.
@@ -270,14 +104,14 @@ fn come(
     pause: Duration,
 ) -> Vec<(usize, String)> {
     let start = |(rank, patience): &(usize, Patience)| {
-        let mut command = helper("rank_that_ends_at_once");
+        let mut command = worker("bootstrap::rank_that_ends_at_once");
         command
-            .env("PLACE", format!("{rank} {ranks}"))
+            .env(PLACE, format!("{rank} {ranks}"))
             .env("RINGSIGHT_BOOTSTRAP_TIMEOUT_MS", patience)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped());
         if makers.contains(rank) {
-            command.env("MAKES", "1");
+            command.env(WHAT, "make an id");
         }
         let mut child = command.spawn().unwrap();
         let said = BufReader::new(child.stdout.take().unwrap());
@@ -313,46 +147,6 @@ fn after(said: &mut impl BufRead, mark: &str) -> String {
         line.clear();
     }
     panic!("ended without {mark}");
-}
-
-#[test]
-#[ignore = "helper: started by a test in a process of its own"]
-fn rank_that_ends_at_once() {
-    host();
-    let place = std::env::var("PLACE").unwrap();
-    let (rank, ranks) = place.split_once(' ').unwrap();
-    let id = std::env::var_os("MAKES").map(|_| to_hex(unique_id()));
-    println!("ID={}", id.unwrap_or_default());
-    let mut line = String::new();
-    std::io::stdin().read_line(&mut line).unwrap();
-    let ids: Vec<UniqueIdBytes> = line.split_whitespace().map(from_hex).collect();
-    let mut comm = Handle(0);
-    // SAFETY: a valid place and as many ids as said; a null config is the default one.
-    let code = unsafe {
-        abi::ncclCommInitRankScalable(
-            &raw mut comm,
-            ranks.parse().unwrap(),
-            rank.parse().unwrap(),
-            ids.len() as c_int,
-            ids.as_ptr(),
-            std::ptr::null_mut(),
-        )
-    };
-    println!("END={code:?} {}", last_error());
-    // SAFETY: ends the process without any more ado.
-    unsafe { libc::_exit(0) };
-}
-
-fn to_hex(id: UniqueIdBytes) -> String {
-    id.0.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-fn from_hex(text: &str) -> UniqueIdBytes {
-    let mut bytes = [0; UniqueId::BYTES];
-    for (byte, digits) in bytes.iter_mut().zip(text.as_bytes().chunks(2)) {
-        *byte = u8::from_str_radix(std::str::from_utf8(digits).unwrap(), 16).unwrap();
-    }
-    UniqueIdBytes(bytes)
 }
 
 #[test]
@@ -410,7 +204,7 @@ fn every_rank_names_the_missing_one_also_when_the_processes_of_several_roots_end
 #[test]
 fn want_of_descriptors_is_not_blamed_on_the_root() {
     let id = to_hex(unique_id_of_host());
-    run("without_descriptors", &[("ID", &id)], None);
+    run("bootstrap::without_descriptors", &[(ID, &id)]);
 }
 
 fn unique_id_of_host() -> UniqueIdBytes {
@@ -419,29 +213,8 @@ fn unique_id_of_host() -> UniqueIdBytes {
 }
 
 #[test]
-#[ignore = "helper: started by a test in a process of its own"]
-fn without_descriptors() {
-    host();
-    let id = from_hex(&std::env::var("ID").unwrap());
-    let limit = libc::rlimit {
-        rlim_cur: 3,
-        rlim_max: 3,
-    };
-    // SAFETY: a valid limit.
-    let lowered = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
-    assert_eq!(lowered, 0);
-    assert_eq!(init(id, 1, 2).0, ResultCode::SystemError);
-    let text = last_error();
-    assert!(
-        text.contains("Too many open files") && !text.contains("no root"),
-        "{text}"
-    );
-    println!("helper done");
-}
-
-#[test]
 fn a_forked_child_makes_communicators_whatever_other_threads_were_doing() {
-    let mut command = helper("forks_beside_others");
+    let mut command = worker("bootstrap::forks_beside_others");
     let ignore = || {
         // SAFETY: signal numbers and a disposition.
         unsafe {
@@ -458,54 +231,11 @@ fn a_forked_child_makes_communicators_whatever_other_threads_were_doing() {
 }
 
 #[test]
-#[ignore = "helper: started by a test in a process of its own"]
-fn forks_beside_others() {
-    host();
-    let stop = AtomicBool::new(false);
-    let make = || {
-        let (code, comm) = init(unique_id(), 0, 1);
-        // SAFETY: a live communicator.
-        code == ResultCode::Success && unsafe { abi::ncclCommDestroy(comm) } == ResultCode::Success
-    };
-    thread::scope(|scope| {
-        for _ in 0..3 {
-            scope.spawn(|| {
-                // Relaxed: nothing else is read by it.
-                while !stop.load(Ordering::Relaxed) {
-                    assert!(make());
-                }
-            });
-        }
-        for number in 0..60 {
-            thread::sleep(Duration::from_millis(3)); // somewhere in the middle of what they do
-            // SAFETY: the child uses only the library, which is to allow it, and ends.
-            let child = unsafe { libc::fork() };
-            if child == 0 {
-                // SAFETY: no pointers; ends the child without running the parent's exit handlers.
-                unsafe {
-                    libc::alarm(20);
-                    libc::_exit(i32::from(!make()));
-                }
-            }
-            let mut status = -1;
-            // SAFETY: waits for the child just made.
-            assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
-            if status != 0 {
-                stop.store(true, Ordering::Relaxed);
-            }
-            assert_eq!(status, 0, "child {number}");
-        }
-        stop.store(true, Ordering::Relaxed);
-    });
-    println!("helper done");
-}
-
-#[test]
 fn a_rank_that_is_killed_in_init_is_named_by_all_others() {
     host();
     let id = unique_id();
-    let mut command = helper("killed_in_init");
-    command.env("ID", to_hex(id));
+    let mut command = worker("bootstrap::killed_in_init");
+    command.env(ID, to_hex(id));
     let begin = Instant::now();
     let mut child = command.spawn().unwrap();
     let ends = thread::scope(|scope| {
@@ -528,27 +258,4 @@ fn a_rank_that_is_killed_in_init_is_named_by_all_others() {
     }
     // All hear of it within a second; more is allowed for a machine that is busy with something else.
     assert!(taken < Duration::from_secs(10), "{taken:?}");
-}
-
-#[test]
-#[ignore = "helper: started by a test in a process of its own"]
-fn killed_in_init() {
-    let id = UniqueId::from_bytes(&from_hex(&std::env::var("ID").unwrap()).0).unwrap();
-    let patience = Duration::from_secs(30);
-    // It knows the others, they know it, and then it takes no part in what follows.
-    let _bootstrap = Bootstrap::init(&id, 3, 7, Arc::default(), patience).unwrap();
-    // A data loader's worker outlives it. It says nothing to anybody, but it has inherited whatever was open.
-    // SAFETY: the child makes only calls that are allowed after a fork of a process with threads.
-    unsafe {
-        if libc::fork() == 0 {
-            (0..3).for_each(|standard| {
-                libc::close(standard);
-            });
-            libc::alarm(20);
-            libc::pause();
-            libc::_exit(0);
-        }
-    }
-    // SAFETY: kills this very process, as a machine would.
-    unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
 }

@@ -3,7 +3,6 @@
 mod common;
 
 mod children {
-    mod calls;
     mod processes;
     mod shrinks;
     mod splits;

@@ -7,53 +7,19 @@ use std::{
     env,
     fs::{self, File},
     io,
-    path::PathBuf,
     ptr::{null_mut, without_provenance_mut},
     thread,
     time::Duration,
 };
 
 use common::{
-    Call, ok, rank_of_process, start_processes, state,
-    waiting::{PATIENT_MS, eventually as until},
+    processes::{outputs, start_processes, text},
+    variables::FOLDER,
+    waiting::{PATIENT_MS, eventually},
 };
-use ringsight_comm::{abi, error::ResultCode, observe};
-use ringsight_records::{Function, Kind};
 
-/// Where ranks and their debugger tell each other how far they are.
-const FOLDER: &str = "RINGSIGHT_TEST_FOLDER";
 /// Long enough for a rank to look at itself and to tell the others; it does so every 100 ms.
 const TELLS: Duration = Duration::from_secs(2);
-
-#[test]
-#[ignore = "helper: the body of one rank; started by another test"]
-fn debugged_rank() {
-    let Some(rank) = rank_of_process() else { return };
-    let folder = PathBuf::from(env::var(FOLDER).unwrap());
-    let mark = |name: &str| drop(File::create(folder.join(name)).unwrap());
-    let await_mark = |name: &str| until(name, || folder.join(name).exists());
-    let call = Call::new(Function::AllReduce, 1000);
-    call.check(&rank, false);
-    if rank.rank == 1 {
-        mark("ready");
-        await_mark("judged");
-    } else {
-        await_mark("held");
-    }
-    let (mut data, verdicts) = (vec![1f32; 1000], observe::emitted(Kind::Verdict));
-    let at: *mut u8 = data.as_mut_ptr().cast();
-    ok(rank.call(&call, at, at));
-    if rank.rank == 0 {
-        until("a verdict", || observe::emitted(Kind::Verdict) > verdicts);
-        mark("judged");
-    }
-    rank.synchronize();
-    assert_eq!(state(rank.comm), ResultCode::Success);
-    // SAFETY: a live communicator.
-    ok(unsafe { abi::ncclCommFinalize(rank.comm) });
-    rank.leave();
-    println!("\nrank done");
-}
 
 fn ptrace(request: libc::c_uint, thread: i32) -> io::Result<()> {
     // SAFETY: none of the requests that are made here writes to memory of this process.
@@ -80,8 +46,8 @@ fn a_rank_in_a_debugger_is_no_hang_though_nobody_is_beside_it() {
         ("RINGSIGHT_WATCHDOG_INTERVAL_MS", "100"),
         ("RINGSIGHT_WATCHDOG_ACTION", "abort"),
     ];
-    let ranks = start_processes("debugged_rank", 2, 2, &variables);
-    until("the rank", || folder.join("ready").exists());
+    let ranks = start_processes("debugged::held", 2, 2, &variables);
+    eventually("the rank", || folder.join("ready").exists());
     let process = ranks[1].id();
     let entries = fs::read_dir(format!("/proc/{process}/task")).unwrap();
     let number = |entry: io::Result<fs::DirEntry>| entry.ok()?.file_name().to_str()?.parse().ok();
@@ -97,16 +63,16 @@ fn a_rank_in_a_debugger_is_no_hang_though_nobody_is_beside_it() {
             && libc::WIFSTOPPED(status)
     });
     File::create(folder.join("held")).unwrap();
-    until("the verdict", || folder.join("judged").exists());
+    eventually("the verdict", || folder.join("judged").exists());
     for thread in &threads {
         ptrace(libc::PTRACE_DETACH, *thread).unwrap();
     }
-    let texts: Vec<String> = common::outputs(ranks)
+    let texts: Vec<String> = outputs(ranks)
         .into_iter()
         .map(|output| {
-            let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-            assert!(output.status.success() && text.contains("rank done"), "{text}");
-            text.into_owned()
+            let text = text(&output);
+            assert!(output.status.success(), "{text}");
+            text
         })
         .collect();
     fs::remove_dir_all(&folder).unwrap();

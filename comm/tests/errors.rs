@@ -5,23 +5,25 @@ mod common;
 use std::{
     ffi::CStr,
     ptr::{null, null_mut},
-    sync::{
-        Mutex,
-        atomic::{AtomicUsize, Ordering},
-    },
-    time::{Duration, Instant},
 };
 
-use common::{Call, Rank, alone, config, fails, host, last_error, ok, on_ranks, unique_id};
+use common::{
+    Call, Rank, config, fails, host, ok, on_ranks,
+    processes::{alone, alone_on_host},
+    unique_id,
+};
+
 use ringsight_comm::{
     abi::{self, NcclConfig, UniqueIdBytes},
     communicator::Handle,
     device::Stream,
     error::ResultCode,
 };
-use ringsight_records::{DataType, Function};
+
+use ringsight_records::Function;
 
 const ARGUMENT: ResultCode = ResultCode::InvalidArgument;
+
 const USAGE: ResultCode = ResultCode::InvalidUsage;
 
 #[test]
@@ -242,94 +244,14 @@ fn result_codes_have_words() {
     assert_eq!(text(-1), "unknown result code");
 }
 
-/// Threads and descriptors of this process.
-fn holdings() -> (usize, usize) {
-    let count = |path| std::fs::read_dir(path).unwrap().count();
-    (count("/proc/self/task"), count("/proc/self/fd"))
-}
-
-/// Rank 1 never calls the collective; rank 0 is stuck in it until it is aborted from another thread.
-#[test]
-#[ignore = "helper: counts this process's threads and descriptors: run alone, by `abort_returns_and_leaves_nothing`"]
-fn abort_alone() {
-    let once = || {
-        let calls = AtomicUsize::new(0);
-        let handles = Mutex::new([Handle(0); 2]);
-        let id = unique_id();
-        std::thread::scope(|scope| {
-            for rank in 0..2 {
-                let (calls, handles) = (&calls, &handles);
-                scope.spawn(move || {
-                    let rank = Rank::join(id, rank, 2);
-                    handles.lock().unwrap()[rank.rank] = rank.comm;
-                    if rank.rank == 0 {
-                        let mut data = vec![1f32; 1 << 20];
-                        let at = data.as_mut_ptr().cast();
-                        ok(rank.call(&Call::new(Function::AllReduce, 1 << 20), at, at));
-                        calls.fetch_add(1, Ordering::Release);
-                        rank.synchronize();
-                    }
-                    calls.fetch_add(1, Ordering::Release);
-                    host().stream_destroy(rank.stream).unwrap();
-                });
-            }
-            while calls.load(Ordering::Acquire) < 2 {
-                std::thread::yield_now();
-            }
-            for comm in *handles.lock().unwrap() {
-                let begin = Instant::now();
-                // SAFETY: a live communicator.
-                ok(unsafe { abi::ncclCommAbort(comm) });
-                assert!(begin.elapsed() < Duration::from_secs(1), "{:?}", begin.elapsed());
-            }
-        });
-    };
-    // The first round makes what stays for the life of the process, and leaves threads that are about to end.
-    once();
-    let before = holdings();
-    for _ in 0..10 {
-        once();
-    }
-    // Streams end on a thread of their own.
-    let end = Instant::now() + Duration::from_secs(10);
-    let more = |(threads, files): (usize, usize)| threads > before.0 || files > before.1;
-    while more(holdings()) {
-        assert!(
-            Instant::now() < end,
-            "threads and descriptors: {:?}, before {before:?}",
-            holdings()
-        );
-        std::thread::yield_now();
-    }
-    println!("nothing left");
-}
-
 #[test]
 fn abort_returns_and_leaves_nothing() {
-    let text = alone("abort_alone", |command| {
-        command
-            .env("RINGSIGHT_DEVICE", "host")
-            .env("NCCL_SOCKET_IFNAME", "lo");
-        // What the test harness itself needs is the same each time.
-        command.arg("--test-threads=1");
-    });
-    assert!(text.contains("nothing left"), "{text}");
-}
-
-#[test]
-#[ignore = "helper: chooses no device: run alone, by `without_a_device_init_says_so`"]
-fn no_device() {
-    let id = unique_id();
-    let mut comm = Handle(1);
-    // SAFETY: a valid place.
-    let code = unsafe { abi::ncclCommInitRank(&raw mut comm, 1, id, 0) };
-    assert_eq!((code, comm), (ResultCode::UnhandledCudaError, Handle(0)));
-    println!("{}", last_error());
+    alone_on_host("errors::abort", &[]);
 }
 
 #[test]
 fn without_a_device_init_says_so() {
-    let text = alone("no_device", |command| {
+    let text = alone("errors::no_device", |command| {
         command
             .env_remove("RINGSIGHT_DEVICE")
             .env("NCCL_SOCKET_IFNAME", "lo");
@@ -342,36 +264,5 @@ fn without_a_device_init_says_so() {
 
 #[test]
 fn a_forked_child_is_refused() {
-    let text = alone("forked_alone", |command| {
-        command
-            .env("RINGSIGHT_DEVICE", "host")
-            .env("NCCL_SOCKET_IFNAME", "lo");
-    });
-    assert!(text.contains("child refused"), "{text}");
-}
-
-#[test]
-#[ignore = "helper: forks, when no other thread may hold a lock: run alone, by `a_forked_child_is_refused`"]
-fn forked_alone() {
-    on_ranks(1, |rank| {
-        let data = [0f32; 1];
-        let at = data.as_ptr().cast_mut().cast();
-        // SAFETY: the child makes one call that takes no lock held by others, and ends.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
-            let refused = rank.call(&Call::new(Function::AllReduce, 1), at, at) == USAGE;
-            // SAFETY: ends the child without running the parent's exit handlers.
-            unsafe { libc::_exit(i32::from(!refused)) };
-        }
-        let mut status = -1;
-        // SAFETY: waits for the child just made.
-        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
-        assert_eq!(status, 0);
-        println!("child refused");
-        Call {
-            data_type: DataType::Int32,
-            ..Call::new(Function::AllReduce, 10)
-        }
-        .check(&rank, false);
-    });
+    alone_on_host("errors::forked", &[]);
 }

@@ -3,82 +3,14 @@
 
 mod common;
 
-use std::{
-    sync::{Arc, Mutex, mpsc},
-    thread,
+use common::{
+    Rank,
+    graphs::{COUNT, add_up, captured, instance, on, unordered_streams},
+    host, ok, on_ranks,
+    processes::run_processes,
 };
 
-use common::{Call, Rank, host, last_error, ok, on_ranks, rank_of_process, run_processes, state};
-use ringsight_comm::{
-    communicator::lookup,
-    device::{Graph, GraphExec, Stream},
-    error::ResultCode,
-};
-use ringsight_records::Function;
-
-/// Elements: several slots, so that operations that run at once are sure to meet.
-const COUNT: usize = 70_000;
-/// Each multiplies by the number of ranks, two: numbers stay exact.
-const ROUNDS: usize = 20;
-
-/// A rank that launches on another stream.
-fn on(rank: &Rank, stream: Stream) -> Rank {
-    Rank { stream, ..*rank }
-}
-
-/// Adds up `data` over the ranks, in place.
-fn add_up(rank: &Rank, data: &mut [f32]) {
-    let at = data.as_mut_ptr().cast();
-    ok(rank.call(&Call::new(Function::AllReduce, data.len()), at, at));
-}
-
-/// What `calls` does, as an instance of a graph.
-fn captured(stream: Stream, calls: impl FnOnce()) -> GraphExec {
-    let device = host();
-    device.capture_begin(stream).unwrap();
-    calls();
-    instance(device.capture_end(stream).unwrap())
-}
-
-fn instance(graph: Graph) -> GraphExec {
-    let exec = host().graph_instantiate(graph).unwrap();
-    host().graph_destroy(graph).unwrap();
-    exec
-}
-
-/// Two graphs and eager operations, each on a stream of its own or on another's, in an order that differs from round to
-/// round but not from rank to rank. Nothing synchronizes before the end.
-fn unordered_streams(rank: &Rank) {
-    let device = host();
-    let streams: Vec<Stream> = (0..3).map(|_| device.stream_create().unwrap()).collect();
-    let mut data = vec![vec![1f32; COUNT]; 3];
-    let graphs: Vec<GraphExec> = (0..2)
-        .map(|at| captured(streams[at], || add_up(&on(rank, streams[at]), &mut data[at])))
-        .collect();
-    for round in 0..ROUNDS {
-        for turn in 0..3 {
-            let stream = streams[(round / 3 + turn) % 3];
-            match (round + turn) % 3 {
-                2 => add_up(&on(rank, stream), &mut data[2]),
-                at => device.graph_launch(graphs[at], stream).unwrap(),
-            }
-        }
-    }
-    for stream in &streams {
-        device.stream_synchronize(*stream).unwrap();
-    }
-    let expected = (rank.ranks as f32).powi(ROUNDS as i32);
-    for (at, data) in data.iter().enumerate() {
-        let wrong = data.iter().find(|got| **got != expected);
-        assert_eq!(wrong, None, "buffer {at}: {expected} is right");
-    }
-    for exec in graphs {
-        device.graph_exec_destroy(exec).unwrap();
-    }
-    for stream in streams {
-        device.stream_destroy(stream).unwrap();
-    }
-}
+use ringsight_comm::device::Stream;
 
 #[test]
 fn replays_and_eager_operations_on_unordered_streams_keep_the_order_of_their_launches() {
@@ -87,76 +19,8 @@ fn replays_and_eager_operations_on_unordered_streams_keep_the_order_of_their_lau
 
 #[test]
 fn between_processes_and_nodes_too() {
-    run_processes("worker", 2, 1);
-    run_processes("worker", 2, 2);
-}
-
-#[test]
-#[ignore = "helper: the body of one rank; started by another test"]
-fn worker() {
-    let Some(rank) = rank_of_process() else { return };
-    unordered_streams(&rank);
-    overtaken(&rank);
-    sent_and_gone(&rank);
-    rank.leave();
-    println!("rank done");
-}
-
-/// A graph whose replays end before the network work that they ask for is looked at: it is moved though the graph is gone.
-fn sent_and_gone(rank: &Rank) {
-    const REPLAYS: usize = 200;
-    let device = host();
-    let peer = 1 - rank.rank;
-    let mut data = [rank.rank as f32 + 5.0; 3];
-    for _ in 0..3 {
-        let exec = captured(rank.stream, || {
-            let at = data.as_mut_ptr().cast();
-            if rank.rank == 0 {
-                ok(rank.call(&Call::peer(Function::Send, data.len(), peer), at, at));
-            } else {
-                ok(rank.call(&Call::peer(Function::Recv, data.len(), peer), at, at));
-            }
-        });
-        for _ in 0..REPLAYS {
-            device.graph_launch(exec, rank.stream).unwrap();
-        }
-        device.graph_exec_destroy(exec).unwrap();
-    }
-    add_up(rank, &mut data);
-    rank.synchronize();
-    assert_eq!(data, [10.0; 3]);
-}
-
-/// While graphs live, the network work of eager operations is asked for by the device. It must not be overtaken by that of
-/// an operation which is called after the last graph has gone.
-fn overtaken(rank: &Rank) {
-    let device = host();
-    let comm = lookup(rank.comm).unwrap();
-    let other = device.stream_create().unwrap();
-    let mut data = [vec![1f32; 10], vec![1f32; COUNT], vec![1f32; 3000]];
-    let exec = captured(rank.stream, || add_up(rank, &mut data[0]));
-    let (open, gate) = mpsc::channel::<()>();
-    let gate = Mutex::new(gate);
-    device
-        .launch_host(
-            rank.stream,
-            Arc::new(move |_| gate.lock().unwrap().recv().unwrap()),
-        )
-        .unwrap();
-    add_up(rank, &mut data[1]);
-    device.graph_exec_destroy(exec).unwrap();
-    while comm.held_plans().1 > 0 {
-        thread::yield_now();
-    }
-    add_up(&on(rank, other), &mut data[2]);
-    open.send(()).unwrap();
-    device.stream_synchronize(other).unwrap();
-    device.stream_destroy(other).unwrap();
-    rank.synchronize();
-    assert_eq!(state(rank.comm), ResultCode::Success, "{}", last_error());
-    for data in &data[1..] {
-        assert!(data.iter().all(|got| *got == 2.0), "{}", data[0]);
-    }
+    run_processes("graphs::replays", 2, 1);
+    run_processes("graphs::replays", 2, 2);
 }
 
 #[test]

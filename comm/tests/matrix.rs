@@ -7,9 +7,8 @@
 mod common;
 #[expect(unreachable_pub, reason = "modules of this test binary")]
 mod matrix {
+    #[allow(dead_code, reason = "shared with `rank-worker`")]
     pub mod cases;
-    pub mod check;
-    pub mod numbers;
     pub mod run;
 }
 
@@ -77,10 +76,4 @@ fn the_same_world_gives_the_same_bits_each_time() {
         .unwrap();
     let run = || run::world(number, 40, 99).unwrap_or_else(|why| panic!("{why}"));
     assert_eq!(run(), run());
-}
-
-#[test]
-#[ignore = "helper: a share of one world's ranks; started by the other tests"]
-fn worker() {
-    run::work();
 }

@@ -4,7 +4,7 @@
 mod common;
 
 use std::{
-    collections::{BTreeMap, HashMap, HashSet},
+    collections::{BTreeMap, HashSet},
     sync::{
         Mutex, Once,
         atomic::{AtomicUsize, Ordering},
@@ -13,19 +13,14 @@ use std::{
 };
 
 use common::{
-    Call, Rank, host, ok, on_ranks, rank_of_process, run_processes_with,
-    watch::{Watch, count, description, graphs_settle, of, turn},
+    Call, Rank, host, ok, on_ranks,
+    processes::run_processes_with,
+    watch::{Watch, graphs_settle, turn},
 };
-use ringsight_comm::{abi, communicator, observe};
-use ringsight_records::{Function, Kind, Record, State};
 
-fn group(body: impl FnOnce()) {
-    // SAFETY: no arguments.
-    ok(unsafe { abi::ncclGroupStart() });
-    body();
-    // SAFETY: no arguments.
-    ok(unsafe { abi::ncclGroupEnd() });
-}
+use ringsight_comm::{abi, communicator, observe};
+
+use ringsight_records::{Function, Kind, Record, State};
 
 /// Pseudo-random numbers, the same in every run.
 struct Random(u64);
@@ -51,8 +46,10 @@ fn channels() {
 }
 
 const RANKS: usize = 3;
+
 /// Operations that each rank of the large group calls, more or less.
 const TASKS: usize = 10_000;
+
 /// Messages from one rank to another: as different as can be, so that the ranks' plans end at different places.
 const MESSAGES: [[usize; RANKS]; RANKS] = [[0, 2500, 3], [40, 0, 700], [1, 0, 0]];
 
@@ -248,116 +245,8 @@ fn a_large_mixed_group_is_cut_alike_on_all_ranks() {
 /// Plans of at most four work elements.
 #[test]
 fn an_operation_over_several_plans_is_one_operation() {
-    run_processes_with("split_worker", 4, 2, &[("RINGSIGHT_WORK_FIFO_DEPTH", "8")]);
-    run_processes_with("split_worker", 3, 1, &[("RINGSIGHT_WORK_FIFO_DEPTH", "2")]);
-}
-
-#[test]
-#[ignore = "helper: the body of one rank; started by another test"]
-fn split_worker() {
-    let Some(rank) = rank_of_process() else { return };
-    const COUNT: usize = 3000;
-    let watch = Watch::begin();
-    let calls = [
-        Function::AlltoAll,
-        Function::AllReduce,
-        Function::Gather,
-        Function::AlltoAll,
-        Function::Scatter,
-    ];
-    let ranks = rank.ranks;
-    let input: Vec<f32> = (0..ranks * COUNT)
-        .map(|i| (rank.rank * 1000 + i % 89) as f32)
-        .collect();
-    let mut outputs = vec![vec![0f32; ranks * COUNT]; calls.len() + 1];
-    let (next, prev) = ((rank.rank + 1) % ranks, (rank.rank + ranks - 1) % ranks);
-    group(|| {
-        // What goes from one rank to another keeps its order: the receive of the first message comes first.
-        let (to, message) = (outputs.last_mut().unwrap().as_mut_ptr().cast(), COUNT);
-        ok(rank.call(&Call::peer(Function::Recv, message, prev), std::ptr::null(), to));
-        ok(rank.call(
-            &Call::peer(Function::Send, message, next),
-            input.as_ptr().cast(),
-            std::ptr::null_mut(),
-        ));
-        for (function, output) in calls.iter().zip(&mut outputs) {
-            let call = Call::new(*function, COUNT);
-            ok(rank.call(&call, input.as_ptr().cast(), output.as_mut_ptr().cast()));
-        }
-    });
-    rank.synchronize();
-    let value = |from: usize, i: usize| (from * 1000 + i % 89) as f32;
-    for (function, output) in calls.iter().zip(&outputs) {
-        let (filled, expected): (usize, Box<dyn Fn(usize) -> f32>) = match function {
-            Function::AlltoAll => (
-                ranks * COUNT,
-                Box::new(|i| value(i / COUNT, rank.rank * COUNT + i % COUNT)),
-            ),
-            Function::AllReduce => (COUNT, Box::new(|i| (0..ranks).map(|from| value(from, i)).sum())),
-            Function::Gather if rank.rank == 0 => (ranks * COUNT, Box::new(|i| value(i / COUNT, i % COUNT))),
-            Function::Gather => (0, Box::new(|_| 0.0)),
-            _ => (COUNT, Box::new(|i| value(0, rank.rank * COUNT + i))),
-        };
-        for (i, got) in output.iter().enumerate() {
-            let expected = if i < filled { expected(i) } else { 0.0 };
-            assert_eq!(*got, expected, "{function} element {i}");
-        }
-    }
-    assert!((0..COUNT).all(|i| outputs[calls.len()][i] == value(prev, i)));
-    // Finalize waits for the proxy: all its records are there.
-    rank.leave();
-    let records = watch.end();
-
-    assert!(
-        count(&records, Kind::KernelLaunch, State::START) > 3,
-        "several plans"
-    );
-    let launched: Vec<&Record> = of(&records, Kind::OpLaunched).collect();
-    assert_eq!(launched.len(), calls.len() + 2);
-    let mut split = 0;
-    for launch in launched {
-        let about = description(launch.op);
-        let mine = |kind| of(&records, kind).filter(move |record| record.op == launch.op);
-        for kind in [Kind::OpLaunched, Kind::OpCompleted] {
-            assert_eq!(mine(kind).count(), 1, "{kind} of {:?}", about.function);
-        }
-        assert!(mine(Kind::OpCompleted).all(|record| record.state == State::STOP && record.value > 0));
-        // Each of its channels starts once, then stops once.
-        let mut channels: HashMap<u8, Vec<State>> = HashMap::new();
-        for record in mine(Kind::KernelCh) {
-            channels.entry(record.channel).or_default().push(record.state);
-        }
-        let mask = channels.keys().fold(0u64, |mask, channel| mask | 1 << channel);
-        assert_eq!(mask, about.channel_mask);
-        assert!(
-            channels
-                .values()
-                .all(|states| *states == [State::START, State::STOP])
-        );
-        let proxied: Vec<_> = mine(Kind::ProxyCompleted).collect();
-        assert_eq!(
-            mine(Kind::ProxyOp)
-                .filter(|record| record.state == State::START)
-                .count(),
-            about.proxy_ops as usize
-        );
-        assert_eq!(proxied.len(), usize::from(about.proxy_ops > 0));
-        assert!(
-            proxied
-                .iter()
-                .all(|record| record.value == u64::from(about.proxy_ops))
-        );
-        let first = of(&records, Kind::KernelLaunch)
-            .find(|record| record.op == about.plan)
-            .unwrap();
-        // Its last work is later than the launch of a plan after its own.
-        let later = of(&records, Kind::KernelLaunch).any(|record| {
-            record.op > first.op && record.time_ns < about.device_end_ns && record.state == State::STOP
-        });
-        split += usize::from(later && about.function == Function::AlltoAll.code());
-    }
-    assert!(split > 0, "no all-to-all went on in a later plan");
-    println!("rank done");
+    run_processes_with("plans::split", 4, 2, &[("RINGSIGHT_WORK_FIFO_DEPTH", "8")]);
+    run_processes_with("plans::split", 3, 1, &[("RINGSIGHT_WORK_FIFO_DEPTH", "2")]);
 }
 
 /// Plans that a rank holds.

@@ -3,13 +3,12 @@
 
 mod common;
 #[path = "../../tests/src/fabric.rs"]
-#[allow(dead_code, reason = "each test uses a part of it")]
+#[allow(dead_code, reason = "each program uses a part of it")]
 mod fabric;
 
 mod rdma {
     mod begin;
     mod broken;
-    mod control;
     mod data;
     mod ends;
     mod failover;
@@ -17,12 +16,14 @@ mod rdma {
     mod held;
     mod interface;
     mod layers;
+    #[allow(dead_code, reason = "shared with `rank-worker`")]
     mod links;
     mod nodes;
     mod parting;
     mod queues;
     mod replays;
     mod setup;
+    mod shared;
     mod single;
     mod stalls;
     mod verdicts;

@@ -1,9 +1,10 @@
-//! `ringsight.h` as a C program uses it. A process has one device, so this is a test program of its own, and the one
-//! that names the CUDA device runs as its child.
+//! `ringsight.h` as a C program uses it. A process has one device, so this is a test program of its own, and the call
+//! that names the CUDA device runs in a process of its own.
+
+mod common;
 
 use std::{
     ffi::{CStr, c_void},
-    process::Command,
     ptr,
     sync::{
         Once,
@@ -11,6 +12,7 @@ use std::{
     },
 };
 
+use common::processes::alone;
 use ringsight_comm::{
     abi::*,
     communicator::Handle,
@@ -112,21 +114,8 @@ fn bad_arguments_are_named() {
 }
 
 #[test]
-#[ignore = "helper: run by `without_the_host_device_every_call_is_refused`"]
-fn child_with_the_cuda_device() {
-    let mut stream = Stream(0);
-    // SAFETY: a live local.
-    assert_eq!(unsafe { ringsightStreamCreate(&raw mut stream) }, USAGE);
-    assert!(last_error().contains("RINGSIGHT_DEVICE=host"), "{}", last_error());
-}
-
-#[test]
 fn without_the_host_device_every_call_is_refused() {
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child_with_the_cuda_device", "--ignored"])
-        .env("RINGSIGHT_DEVICE", "cuda")
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+    alone("errors::cuda_device", |command| {
+        command.env("RINGSIGHT_DEVICE", "cuda");
+    });
 }

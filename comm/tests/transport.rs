@@ -1,5 +1,7 @@
 //! Ranks as threads and as processes, on one node and on several, moving data through real proxies.
 
+mod common;
+
 mod transport {
     mod faults;
     mod leftovers;

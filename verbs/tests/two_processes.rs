@@ -302,7 +302,7 @@ fn receiver_process(told: &str, device: &str) {
 }
 
 #[test]
-#[ignore = "helper: needs two RDMA devices, run in a guest"]
+#[ignore = "guest: needs two RDMA devices"]
 fn steps_arrive_once_and_whole() {
     let [device, receiver] = devices().unwrap();
     if let Ok(told) = std::env::var(RECEIVER) {

@@ -1,29 +1,12 @@
 //! Children of ranks that are processes, one of which may be dead.
 
-use std::{
-    ffi::c_int,
-    ptr::null_mut,
-    thread,
-    time::{Duration, Instant},
-};
-
-use ringsight_comm::{
-    abi,
-    communicator::{Handle, lookup},
-    error::ResultCode,
-};
-use ringsight_records::Function;
-
-use super::calls::{member, shrink, split, stuck, works};
-use crate::common::{
-    Call, fails, host, last_error, ok, rank_of_process, run_processes, run_processes_with, state,
-};
+use crate::common::processes::{run_processes, run_processes_with};
 
 #[test]
 fn children_in_processes_of_two_nodes() {
     for share in ["0", "1"] {
         run_processes_with(
-            "children::processes::child_worker",
+            "children::splits",
             4,
             2,
             &[("NCCL_COMM_SPLIT_SHARE_RESOURCES", share)],
@@ -32,84 +15,8 @@ fn children_in_processes_of_two_nodes() {
 }
 
 #[test]
-#[ignore = "helper: a rank of `children_in_processes_of_two_nodes`"]
-fn child_worker() {
-    let Some(rank) = rank_of_process() else { return };
-    // Across the nodes, and within them.
-    let across = member(split(&rank, (rank.rank % 2) as c_int, 0, null_mut()));
-    let within = member(split(&rank, (rank.rank / 2) as c_int, 0, null_mut()));
-    for child in [across, within, rank] {
-        works(&child);
-    }
-    // One that is aborted in the middle of an operation does the others no harm.
-    let doomed = member(split(&rank, 0, 0, null_mut()));
-    let mut data = Vec::new();
-    if rank.rank < 3 {
-        stuck(&doomed, &mut data);
-    }
-    // SAFETY: a live communicator.
-    ok(unsafe { abi::ncclCommAbort(doomed.comm) });
-    host().stream_destroy(doomed.stream).unwrap();
-    for child in [rank, across] {
-        works(&child);
-    }
-    rank.leave();
-    works(&across);
-    // Of a child whose parent is gone.
-    let pair = member(split(&across, 0, 1, null_mut()));
-    works(&pair);
-    pair.leave();
-    across.leave();
-    within.leave();
-    println!("rank done");
-}
-
-#[test]
 fn a_dead_rank_is_excluded() {
     for nodes in [1, 2] {
-        run_processes("children::processes::survivor_worker", 4, nodes);
+        run_processes("children::survivor", 4, nodes);
     }
-}
-
-#[test]
-#[ignore = "helper: a rank of `a_dead_rank_is_excluded`"]
-fn survivor_worker() {
-    let Some(rank) = rank_of_process() else { return };
-    works(&rank);
-    let comm = lookup(rank.comm).unwrap();
-    if rank.rank == 1 {
-        // Not before the others have what it sent.
-        for other in [0, 2, 3] {
-            comm.bootstrap().recv(other, 1).unwrap();
-        }
-        println!("rank done");
-        // SAFETY: ends the process, which says goodbye to nobody.
-        unsafe { libc::_exit(0) };
-    }
-    comm.bootstrap().send(1, 1, &[]).unwrap();
-    drop(comm);
-    // Into a collective that the dead rank is missing from, unless its death is known already.
-    let mut data = vec![1f32; 1 << 20];
-    let at = data.as_mut_ptr().cast();
-    let code = rank.call(&Call::new(Function::AllReduce, data.len()), at, at);
-    assert!(
-        matches!(code, ResultCode::Success | ResultCode::RemoteError),
-        "{}",
-        last_error()
-    );
-    let end = Instant::now() + Duration::from_secs(30);
-    while state(rank.comm) == ResultCode::Success {
-        assert!(Instant::now() < end, "nobody has noticed");
-        thread::yield_now();
-    }
-    let (code, child) = shrink(&rank, &[1], null_mut(), 0);
-    fails(code, ResultCode::RemoteError, "NCCL_SHRINK_ABORT");
-    assert_eq!(child, Handle(0));
-    let child = member(shrink(&rank, &[1], null_mut(), 1));
-    rank.synchronize();
-    assert_eq!((child.rank, child.ranks), ([0, 9, 1, 2][rank.rank], 3));
-    works(&child);
-    child.leave();
-    rank.leave();
-    println!("rank done");
 }

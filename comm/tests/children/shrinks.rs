@@ -10,7 +10,7 @@ use std::{
 use ringsight_comm::{abi, communicator::Handle, error::ResultCode};
 use ringsight_records::Function;
 
-use super::calls::{ARGUMENT, USAGE, member, shrink, split, stuck, works};
+use crate::common::children::{ARGUMENT, USAGE, member, shrink, split, stuck, works};
 use crate::common::{Call, config, fails, ok, on_ranks, state};
 
 #[test]

@@ -10,7 +10,7 @@ use ringsight_comm::{abi, communicator::Handle, error::ResultCode, observe};
 
 use ringsight_records::Function;
 
-use super::calls::{NO_COLOR, id, member, shrink, split, works};
+use crate::common::children::{NO_COLOR, id, member, shrink, split, works};
 use crate::common::{Call, Rank, config, host, ok, on_ranks, unique_id};
 
 #[test]

@@ -9,7 +9,7 @@ use std::{
 
 use ringsight_comm::{abi, error::ResultCode};
 
-use super::calls::{USAGE, member, shrink, split};
+use crate::common::children::{USAGE, member, shrink, split};
 use crate::common::{Rank, config, host, last_error, ok, settled, state, unique_id};
 
 #[test]

@@ -2,9 +2,7 @@
 
 use std::{
     collections::BTreeMap,
-    env, fs,
-    process::Command,
-    thread,
+    env, fs, thread,
     time::{Duration, Instant},
 };
 
@@ -153,38 +151,4 @@ pub fn leaves_nothing(times: usize, mut thousand: impl FnMut()) {
         "nothing left of {times} thousand after {:.1} s, {grown} bytes grown",
         begin.elapsed().as_secs_f64()
     );
-}
-
-/// Runs a helper in a process of its own, with these variables.
-pub fn apart(helper: &str, variables: &[(&str, &str)]) {
-    let temporary = tempfile::tempdir().unwrap();
-    // With folders of its own, where that can be had: other processes have files in those of the system.
-    let apart = ["--mount", "--map-root-user", "sh", "-c"];
-    let script = "mount -t tmpfs none /dev/shm && exec \"$0\" \"$@\"";
-    let can = Command::new("unshare")
-        .args(apart)
-        .args([script, "true"])
-        .status();
-    let program = env::current_exe().unwrap();
-    let mut command = if can.is_ok_and(|status| status.success()) {
-        let mut command = Command::new("unshare");
-        command.args(apart).arg(script).arg(program);
-        command
-    } else {
-        Command::new(program)
-    };
-    let output = command
-        .args(["--exact", helper, "--ignored", "--nocapture"])
-        .env("RINGSIGHT_DEVICE", "host")
-        .env("NCCL_SOCKET_IFNAME", "lo")
-        .env("TMPDIR", temporary.path())
-        .envs(variables.iter().copied())
-        .output()
-        .unwrap();
-    let text =
-        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{text}");
-    let told = text.lines().find(|line| line.contains("nothing left"));
-    println!("{}", told.expect("it says so"));
-    assert_eq!(fs::read_dir(temporary.path()).unwrap().count(), 0);
 }

@@ -3,7 +3,12 @@
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 #![allow(unreachable_pub, reason = "a module of each test binary")]
 
+pub mod children;
+pub mod cpus;
+pub mod graphs;
 pub mod holdings;
+pub mod processes;
+pub mod variables;
 pub mod waiting;
 pub mod watch;
 
@@ -60,6 +65,23 @@ pub fn unique_id() -> UniqueIdBytes {
     // SAFETY: a valid place.
     ok(unsafe { abi::ncclGetUniqueId(&raw mut id) });
     id
+}
+
+/// Calls `ncclCommInitRank`.
+pub fn init(id: UniqueIdBytes, rank: usize, ranks: usize) -> (ResultCode, Handle) {
+    let mut comm = Handle(0);
+    // SAFETY: a valid place.
+    let code = unsafe { abi::ncclCommInitRank(&raw mut comm, ranks as c_int, id, rank as c_int) };
+    (code, comm)
+}
+
+/// Makes calls as one group.
+pub fn group(body: impl FnOnce()) {
+    // SAFETY: no arguments.
+    ok(unsafe { abi::ncclGroupStart() });
+    body();
+    // SAFETY: no arguments.
+    ok(unsafe { abi::ncclGroupEnd() });
 }
 
 /// One rank.
@@ -150,6 +172,26 @@ impl Rank {
             }
         }
     }
+}
+
+/// Sends to the other one of two ranks and receives from it, as one group.
+pub fn send_around(rank: &Rank) {
+    let (data, mut into) = (vec![1f32; 1000], vec![0f32; 1000]);
+    let other = 1 - rank.rank;
+    group(|| {
+        ok(rank.call(
+            &Call::peer(Function::Send, 1000, other),
+            data.as_ptr().cast(),
+            ptr::null_mut(),
+        ));
+        ok(rank.call(
+            &Call::peer(Function::Recv, 1000, other),
+            ptr::null(),
+            into.as_mut_ptr().cast(),
+        ));
+    });
+    rank.synchronize();
+    assert_eq!(into, data);
 }
 
 /// Runs `body` on `ranks` threads, each with its rank of one communicator.

@@ -2,7 +2,13 @@
 
 use ringsight_records::{DataType, Function, ReduceOp};
 
-use super::numbers::noise;
+/// Pseudo-random numbers (splitmix64) of a place.
+pub fn noise(seed: u64, place: u64) -> u64 {
+    let mut z = seed.wrapping_add(place.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ z >> 31
+}
 
 /// Where ranks run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,24 +1,22 @@
 //! Worlds as processes: each is this test binary again, running one world's share of ranks.
 
 use std::{
-    env,
     io::Read,
-    process::{Child, Command, Stdio},
+    process::{Child, Stdio},
     sync::mpsc::{self, RecvTimeoutError},
     thread,
     time::{Duration, Instant},
 };
 
-use ringsight_comm::abi::UniqueIdBytes;
 use ringsight_records::Function;
 
 use super::cases::{World, of_world, sample};
-use crate::common::{Rank, host, unique_id};
-
-/// What a worker is told: `world sample seed`, its ranks, and the unique id in digits.
-const RUN: &str = "MATRIX_RUN";
-const RANKS: &str = "MATRIX_RANKS";
-const ID: &str = "MATRIX_ID";
+use crate::common::{
+    host,
+    processes::{to_hex, worker},
+    unique_id,
+    variables::{ID, PLACE, WHAT},
+};
 
 /// Longer than the slowest world takes on a machine that does other things too.
 const LIMIT: Duration = Duration::from_secs(900);
@@ -27,16 +25,15 @@ const LIMIT: Duration = Duration::from_secs(900);
 pub fn world(number: usize, wanted: usize, seed: u64) -> Result<Vec<(usize, Vec<u64>)>, String> {
     host();
     let world = World::all()[number];
-    let id: String = unique_id().0.iter().map(|byte| format!("{byte:02x}")).collect();
+    let id = to_hex(unique_id());
     let (results, ended) = mpsc::channel();
     let mut children: Vec<Child> = Vec::new();
     for ranks in world.processes() {
         let list: Vec<String> = ranks.iter().map(ToString::to_string).collect();
-        let mut command = Command::new(env::current_exe().unwrap());
+        let mut command = worker("matrix::ranks");
         command
-            .args(["--exact", "worker", "--ignored", "--nocapture"])
-            .env(RUN, format!("{number} {wanted} {seed}"))
-            .env(RANKS, list.join(" "))
+            .env(WHAT, format!("{number} {wanted} {seed}"))
+            .env(PLACE, list.join(" "))
             .env(ID, &id)
             .env("RINGSIGHT_DEVICE", "host")
             .env("NCCL_SOCKET_IFNAME", "lo")
@@ -69,7 +66,7 @@ pub fn world(number: usize, wanted: usize, seed: u64) -> Result<Vec<(usize, Vec<
         match ended.recv_timeout(end.saturating_duration_since(Instant::now())) {
             Ok((index, out, err)) => {
                 let status = children[index].wait().unwrap();
-                if !status.success() || !out.contains("rank done") {
+                if !status.success() {
                     let is_result = |line: &&str| line.starts_with("case ");
                     let out: Vec<&str> = out.lines().filter(|line| !is_result(line)).collect();
                     let out = out.join("\n");
@@ -137,41 +134,4 @@ fn collect(
         hashes.sort_unstable();
     }
     Ok(hashes)
-}
-
-/// A worker's part; does nothing in a run of the whole test binary.
-pub fn work() {
-    let (Ok(run), Ok(ranks), Ok(id)) = (env::var(RUN), env::var(RANKS), env::var(ID)) else {
-        return;
-    };
-    host();
-    let numbers: Vec<u64> = run.split(' ').map(|word| word.parse().unwrap()).collect();
-    let (number, wanted, seed) = (numbers[0] as usize, numbers[1] as usize, numbers[2]);
-    let world = World::all()[number];
-    let mut bytes = [0; 128];
-    for (byte, digits) in bytes.iter_mut().zip(id.as_bytes().chunks(2)) {
-        *byte = u8::from_str_radix(std::str::from_utf8(digits).unwrap(), 16).unwrap();
-    }
-    let cases = of_world(world, number, seed);
-    let chosen = sample(cases.len(), wanted, seed);
-    let rank = |rank: usize| {
-        let rank = Rank::join(UniqueIdBytes(bytes), rank, world.ranks);
-        for index in &chosen {
-            println!("case {index} {}", cases[*index].run(&rank));
-        }
-        rank.leave();
-    };
-    thread::scope(|scope| {
-        for number in ranks.split(' ') {
-            let number = number.parse().unwrap();
-            // A rank that fails ends the process, so that its peers are not waited for.
-            let rank = &rank;
-            scope.spawn(move || {
-                if std::panic::catch_unwind(|| rank(number)).is_err() {
-                    std::process::exit(101);
-                }
-            });
-        }
-    });
-    println!("rank done");
 }

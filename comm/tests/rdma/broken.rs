@@ -1,10 +1,13 @@
 //! Queues and devices that fail under connections with failover off. Needs mlx5 devices: soft-RoCE's do not fail so.
 
-use super::single::{DEVICE, TIMEOUT, fails, says};
+use super::{
+    shared::DEVICE,
+    single::{TIMEOUT, fails, says},
+};
 
 /// By the device's word alone: the requests of what has failed never end here, and time-outs are as by default, more than a minute.
 #[test]
-#[ignore = "helper: needs mlx5 devices, run in a guest"]
+#[ignore = "guest: needs mlx5 devices"]
 fn queues_and_devices_that_fail_end_a_connection_without_failover() {
     for (what, off, why) in [
         ("queue pair", &[0, 1][..], "a queue pair, or itself, cannot go on"),
@@ -19,7 +22,7 @@ fn queues_and_devices_that_fail_end_a_connection_without_failover() {
 
 /// Without the device's word, by time.
 #[test]
-#[ignore = "helper: needs mlx5 devices, run in a guest"]
+#[ignore = "guest: needs mlx5 devices"]
 fn a_queue_that_fails_without_a_word_ends_a_connection_without_failover() {
     let ended = fails("queue pair", &[0, 1], |command| {
         let half = (TIMEOUT / 2).as_millis().to_string();

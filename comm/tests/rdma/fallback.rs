@@ -2,21 +2,18 @@
 
 use std::{os::unix::process::CommandExt as _, path::Path, process::Command};
 
-use ringsight_records::Function;
-
 use super::{
-    control::Control,
-    data::LITTLE,
     links::{hide_addresses, mend, set_link, two_ports},
-    nodes::{check, ends, patient, two_nodes},
+    nodes::{check, patient, two_nodes},
+    shared::LITTLE,
 };
-use crate::{common::Call, fabric::Fabric};
+use crate::fabric::Fabric;
 
 #[test]
-#[ignore = "helper: needs RDMA devices, run in a guest"]
+#[ignore = "guest: needs RDMA devices"]
 fn what_cannot_go_over_rdma_goes_over_sockets_and_says_why() {
     let falls_back = |what, reasons: [&str; 2], change: &dyn Fn(usize, &mut Command)| {
-        let ended = two_nodes("data::worker", |rank, command| {
+        let ended = two_nodes("data::transfers", |rank, command| {
             command.env(LITTLE, "1");
             change(rank, command);
         });
@@ -101,13 +98,13 @@ fn lock_little() -> std::io::Result<()> {
 
 /// Nobody says what hardware has the peer's address.
 #[test]
-#[ignore = "helper: needs soft-RoCE devices, run in a guest"]
+#[ignore = "guest: needs soft-RoCE devices"]
 fn a_peer_that_is_not_found_is_reached_by_a_socket() {
     // Down and up again: what was known of addresses is forgotten.
     set_link(0, false);
     hide_addresses(true);
     Fabric::here().mend();
-    let ended = two_nodes("data::worker", |_, command| {
+    let ended = two_nodes("data::transfers", |_, command| {
         command.env(LITTLE, "1");
     });
     mend();
@@ -121,7 +118,7 @@ fn a_peer_that_is_not_found_is_reached_by_a_socket() {
 
 /// A communicator that is made when the process has used its ports, and all of them are down by now.
 #[test]
-#[ignore = "helper: needs RDMA devices, run in a guest"]
+#[ignore = "guest: needs RDMA devices"]
 fn without_a_port_that_is_up_a_connection_goes_over_a_socket() {
     let ended = two_nodes("fallback::late", |rank, command| {
         patient(two_ports(rank, command));
@@ -135,36 +132,9 @@ fn without_a_port_that_is_up_a_connection_goes_over_a_socket() {
     );
 }
 
-#[test]
-#[ignore = "helper: the body of one rank; started by the test above"]
-fn late() {
-    let Some(control) = Control::of_process() else {
-        return;
-    };
-    let rank = control.rank.rank;
-    // Has the process look for its ports; its connections are not used, nor do they fail.
-    let early = control.make();
-    control.meet();
-    if rank == 0 {
-        set_link(0, false);
-        set_link(1, false);
-    }
-    control.meet();
-    let late = control.make();
-    Call::new(Function::AllReduce, 5003).check(&late, true);
-    late.leave();
-    if rank == 0 {
-        mend();
-    }
-    control.meet();
-    early.leave();
-    control.rank.leave();
-    println!("rank done");
-}
-
 /// That no port is up is so for one communicator, not for the process.
 #[test]
-#[ignore = "helper: needs RDMA devices, run in a guest"]
+#[ignore = "guest: needs RDMA devices"]
 fn a_process_that_began_without_a_port_uses_rdma_once_there_is_one() {
     set_link(0, false);
     set_link(1, false);
@@ -185,32 +155,9 @@ fn a_process_that_began_without_a_port_uses_rdma_once_there_is_one() {
 }
 
 #[test]
-#[ignore = "helper: the body of one rank; started by the test above"]
-fn early() {
-    let Some(control) = Control::of_process() else {
-        return;
-    };
-    let early = control.make();
-    Call::new(Function::AllReduce, 5003).check(&early, true);
-    assert_eq!(ends(), []);
-    control.meet();
-    if control.rank.rank == 0 {
-        mend();
-    }
-    control.meet();
-    let late = control.make();
-    Call::new(Function::AllReduce, 5003).check(&late, true);
-    assert!(!ends().is_empty());
-    late.leave();
-    early.leave();
-    control.rank.leave();
-    println!("rank done");
-}
-
-#[test]
-#[ignore = "helper: needs RDMA devices, run in a guest"]
+#[ignore = "guest: needs RDMA devices"]
 fn where_only_rdma_is_allowed_its_absence_is_an_error() {
-    let ended = two_nodes("data::worker", |rank, command| {
+    let ended = two_nodes("data::transfers", |rank, command| {
         command.env("NCCL_NET", "IB");
         if rank == 1 {
             command.env("NCCL_IB_GID_INDEX", "9");
@@ -236,7 +183,7 @@ fn without_libibverbs_sockets_are_used_and_the_log_names_it() {
     let before = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
     let folders = [folder.clone()].into_iter().chain(std::env::split_paths(&before));
     let path = std::env::join_paths(folders).unwrap();
-    let ended = two_nodes("data::worker", |_, command| {
+    let ended = two_nodes("data::transfers", |_, command| {
         command
             .env_remove("NCCL_IB_HCA")
             .env("LD_LIBRARY_PATH", &path)
@@ -261,7 +208,7 @@ fn without_rdma_sockets_are_used_and_the_log_says_what_is_missing() {
     if Path::new("/sys/class/infiniband").exists() {
         return println!("skipped: this machine has RDMA");
     }
-    let ended = two_nodes("data::worker", |_, command| {
+    let ended = two_nodes("data::transfers", |_, command| {
         command.env_remove("NCCL_IB_HCA").env(LITTLE, "1");
     });
     check(
@@ -271,11 +218,11 @@ fn without_rdma_sockets_are_used_and_the_log_says_what_is_missing() {
         &["NCCL WARN NET/IB"],
     );
     // Who asks for a device by its name is warned.
-    let ended = two_nodes("data::worker", |_, command| {
+    let ended = two_nodes("data::transfers", |_, command| {
         command.env(LITTLE, "1");
     });
     check("a device by name", &ended, &["NCCL WARN NET/IB : no RDMA"], &[]);
-    let ended = two_nodes("data::worker", |_, command| {
+    let ended = two_nodes("data::transfers", |_, command| {
         command.env("NCCL_NET", "IB");
     });
     assert!(
@@ -284,7 +231,7 @@ fn without_rdma_sockets_are_used_and_the_log_says_what_is_missing() {
             .all(|(well, text)| !well && text.contains("network IB")),
         "{ended:?}"
     );
-    let ended = two_nodes("data::worker", |_, command| {
+    let ended = two_nodes("data::transfers", |_, command| {
         command.env("NCCL_IB_TIMEOUT", "40");
     });
     assert!(

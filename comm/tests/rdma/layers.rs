@@ -1,15 +1,15 @@
 //! Devices of different kinds at the two ends.
 
 use super::{
-    data::LITTLE,
     nodes::{check, two_nodes},
+    shared::LITTLE,
 };
 
 #[test]
-#[ignore = "helper: needs soft-RoCE and mlx5 devices, run in a guest"]
+#[ignore = "guest: needs soft-RoCE and mlx5 devices"]
 fn different_link_layers_go_over_sockets() {
     let devices = ["hca0", "mlx5_0"];
-    let ended = two_nodes("data::worker", |rank, command| {
+    let ended = two_nodes("data::transfers", |rank, command| {
         command
             .env(LITTLE, "1")
             .env("NCCL_IB_HCA", format!("={}", devices[rank]));

@@ -6,7 +6,7 @@ use std::{
     process::{Command, Stdio},
 };
 
-pub(crate) use crate::common::waiting::{PATIENCE, eventually as until};
+pub(crate) use crate::common::waiting::eventually;
 use crate::fabric::{Fabric, Port};
 
 /// Runs commands of `ip`, which are separated by newlines: one process for all, since to start one takes an emulated machine long.
@@ -105,10 +105,10 @@ pub(crate) fn move_gid() -> [usize; 2] {
     };
     let before = index().expect("a GID of the address");
     ip("addr del 10.0.0.1/24 dev nic0");
-    until("its GID is gone", || index().is_none());
+    eventually("its GID is gone", || index().is_none());
     ip("addr replace fd00::1/64 dev nic0 nodad");
     ip("addr add 10.0.0.1/24 dev nic0");
-    until("its GID is there again", || index().is_some());
+    eventually("its GID is there again", || index().is_some());
     [before, index().unwrap_or(before)]
 }
 

@@ -1,32 +1,29 @@
 //! Ranks on two nodes, each a process.
 
-use std::{env, process::Command, thread};
-
-use ringsight_comm::observe;
-use ringsight_records::connection::{Connection, ConnectionSlot};
+use std::{env, process::Command};
 
 use crate::{
-    common::start_each,
+    common::processes::{outputs, start_each, text},
     fabric::{Fabric, Port},
 };
 
 /// What the ranks of one run came to: whether each ended well, and what it printed.
 pub(crate) type Ended = Vec<(bool, String)>;
 
-/// Two ranks, each a node, with the devices of a guest or those that `RINGSIGHT_TEST_HCAS` names; each is the test `worker` of a module
-/// here.
-pub(crate) fn two_nodes(worker: &str, change: impl Fn(usize, &mut Command)) -> Ended {
-    ranks_of_two_nodes(worker, 2, change)
+/// Two ranks, each a node, with the devices of a guest or those that `RINGSIGHT_TEST_HCAS` names; each runs the body
+/// `rdma::BODY`.
+pub(crate) fn two_nodes(body: &str, change: impl Fn(usize, &mut Command)) -> Ended {
+    ranks_of_two_nodes(body, 2, change)
 }
 
 /// The same with so many ranks, half of them on each node.
-pub(crate) fn ranks_of_two_nodes(worker: &str, ranks: usize, change: impl Fn(usize, &mut Command)) -> Ended {
-    ranks_of_nodes(worker, ranks, 2, change)
+pub(crate) fn ranks_of_two_nodes(body: &str, ranks: usize, change: impl Fn(usize, &mut Command)) -> Ended {
+    ranks_of_nodes(body, ranks, 2, change)
 }
 
 /// The same with so many nodes. From the second on they share their devices, unless `change` says otherwise.
 pub(crate) fn ranks_of_nodes(
-    worker: &str,
+    body: &str,
     ranks: usize,
     nodes: usize,
     change: impl Fn(usize, &mut Command),
@@ -36,7 +33,7 @@ pub(crate) fn ranks_of_nodes(
         devices.join(",")
     });
     let devices: Vec<String> = names.split(',').map(|name| format!("={name}")).collect();
-    let children = start_each(&format!("rdma::{worker}"), ranks, nodes, |rank, command| {
+    let children = start_each(&format!("rdma::{body}"), ranks, nodes, |rank, command| {
         command
             .env("NCCL_IB_HCA", &devices[(rank * nodes / ranks).min(1)])
             .env("NCCL_DEBUG", "INFO")
@@ -48,19 +45,9 @@ pub(crate) fn ranks_of_nodes(
             .env("NCCL_IB_TIMEOUT", "16");
         change(rank, command);
     });
-    // Side by side: a pipe that nobody reads holds up whoever logs.
-    let readers: Vec<_> = children
-        .into_iter()
-        .map(|child| thread::spawn(|| child.wait_with_output().unwrap()))
-        .collect();
-    readers
-        .into_iter()
-        .map(|reader| {
-            let output = reader.join().unwrap();
-            let text = [output.stdout, output.stderr].concat();
-            let text = String::from_utf8_lossy(&text).into_owned();
-            (output.status.success() && text.contains("rank done"), text)
-        })
+    outputs(children)
+        .iter()
+        .map(|output| (output.status.success(), text(output)))
         .collect()
 }
 
@@ -100,10 +87,4 @@ pub(crate) fn check(what: &str, ended: &Ended, expected: &[&str], unexpected: &[
             );
         }
     }
-}
-
-/// The ends of this process's connections over RDMA, as `ringsight snapshot` sees them.
-pub(crate) fn ends() -> Vec<Connection> {
-    let slots = observe::pages().unwrap().connections().iter();
-    slots.filter_map(ConnectionSlot::read).collect()
 }

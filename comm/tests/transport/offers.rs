@@ -135,7 +135,7 @@ fn connect(change: Option<Change>, required: bool) -> Result<&'static str, Strin
 }
 
 #[test]
-#[ignore = "helper: needs RDMA devices, run in a guest"]
+#[ignore = "guest: needs RDMA devices"]
 fn offers_of_another_version_or_malformed_are_named_and_sockets_are_used() {
     let _turn = turn();
     assert_eq!(connect(None, false), Ok(NET_VERBS), "the relay is no hindrance");

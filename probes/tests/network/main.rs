@@ -293,7 +293,7 @@ fn register_no_dma_buf(device: &str) {
 }
 
 #[test]
-#[ignore = "helper: runs in a guest, cargo xtask vm test network"]
+#[ignore = "guest: needs a soft-RoCE link and its kernel's functions"]
 fn soft_roce() {
     let mut watch = Watch::begin();
     watch.assert_attached(&["ib_core", "ib_uverbs", "rdma_rxe"]);
@@ -344,7 +344,7 @@ fn soft_roce() {
 }
 
 #[test]
-#[ignore = "helper: runs in a guest, cargo xtask vm test network"]
+#[ignore = "guest: needs two mlx5 devices and their kernel's functions"]
 fn mlx5() {
     /// The stand-in's first function.
     const PCI: &str = "10000:00:00.0";

@@ -38,7 +38,7 @@ fn many_queue_pairs() {
 /// What the probes cost where they are passed: the programs' own time, beside that of the calls that they are on. Each event is a run of
 /// one program, or of two: none runs for nothing, and none is missing.
 #[test]
-#[ignore = "helper: runs in a guest, cargo xtask vm test network"]
+#[ignore = "guest: needs a soft-RoCE link and its kernel's functions"]
 fn overhead() {
     run("echo 1 > /proc/sys/kernel/bpf_stats_enabled");
     let mut watch = Watch::begin();

@@ -68,7 +68,7 @@ impl Parts {
 }
 
 #[test]
-#[ignore = "helper: needs mlx5 devices, run in a guest"]
+#[ignore = "guest: needs mlx5 devices"]
 fn a_queue_that_fails_before_its_end_is_made_is_noticed() {
     for fail in [fail_queue_pair, fail_completion_queue] {
         let parts = Parts::new(Settings::default());
@@ -99,7 +99,7 @@ fn a_queue_that_fails_before_its_end_is_made_is_noticed() {
 
 /// Who was away for longer than a time-out takes what has ended before it finds the time over, whatever else waits for it.
 #[test]
-#[ignore = "helper: needs two RDMA ports, run in a guest"]
+#[ignore = "guest: needs two RDMA ports"]
 fn a_message_that_waits_does_not_go_before_what_has_ended() {
     const TIMEOUT: Duration = Duration::from_millis(300);
     let (mut sender, mut receiver) = Parts::new(Settings {

@@ -122,7 +122,7 @@ fn peer(listener: &TcpListener) -> Child {
 }
 
 #[test]
-#[ignore = "helper: needs two links, run in a guest"]
+#[ignore = "guest: needs two links"]
 fn links_fail() {
     if let Ok(port) = std::env::var(PEER) {
         let stream = TcpStream::connect(("127.0.0.1", port.parse().unwrap())).unwrap();

@@ -38,9 +38,8 @@ impl Counts {
     }
 }
 
-/// How the reason of an ignored test begins that another test runs in a process of its own: a part of that test, not one
-/// that is skipped.
-pub(super) const HELPER: &str = "helper: ";
+/// Start of the reason of an ignored test that runs in a guest: the guests' jobs count it, or name what they leave out.
+pub(super) const GUEST: &str = "guest: ";
 
 /// Name and reason of an ignored test, from libtest's line of it: `test NAME ... ignored, REASON`.
 pub(super) fn ignored(line: &str) -> Option<(&str, &str)> {

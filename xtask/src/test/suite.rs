@@ -13,7 +13,7 @@ use ringsight_testbed::process;
 
 use super::{
     SKIP_LOG,
-    counts::{Counts, HELPER, ignored},
+    counts::{Counts, GUEST, ignored},
     failures::Failures,
 };
 
@@ -192,17 +192,17 @@ impl SkipLog {
     }
 
     /// Runs `cargo test` with `arguments` and counts; tests that logged a skip count as skipped, not as passed. Ignored
-    /// tests are skipped, and logged here; but for helpers, which are no tests by themselves.
+    /// tests are skipped, and logged here; but for those of guests, which the guests' jobs count.
     pub(super) fn cargo_test(&self, command: &mut Command, filter: Option<&str>) -> Result<Outcome> {
         let before = self.lines().len() as u64;
         command.env(SKIP_LOG, &self.0).args(filter);
         let mut counts = Counts::default();
-        let (mut helpers, mut left_out) = (0, String::new());
+        let (mut of_guests, mut left_out) = (0, String::new());
         let mut failures = Failures::default();
         let status = process::stream(command, |line| {
             failures.hear(line);
             match ignored(line) {
-                Some((_, reason)) if reason.starts_with(HELPER) => helpers += 1,
+                Some((_, reason)) if reason.starts_with(GUEST) => of_guests += 1,
                 Some((name, reason)) => left_out += &format!("{name}: {reason}\n"),
                 None => {}
             }
@@ -211,7 +211,7 @@ impl SkipLog {
             }
         })?;
         let skipped = self.lines().len() as u64 - before;
-        counts.skipped = (counts.skipped + skipped).saturating_sub(helpers);
+        counts.skipped = (counts.skipped + skipped).saturating_sub(of_guests);
         fs::OpenOptions::new()
             .create(true)
             .append(true)
@@ -245,7 +245,7 @@ mod tests {
         let log = std::env::temp_dir().join(format!("ringsight-skip-test-{}", std::process::id()));
         let skips = SkipLog::new(log.clone());
         let script = format!(
-            "echo 'test a ... ok'; echo 'test worker ... ignored, helper: one rank'; echo 'test slow ... ignored, takes hours'
+            "echo 'test a ... ok'; echo 'test worker ... ignored, guest: needs a device'; echo 'test slow ... ignored, takes hours'
              echo 'test bare ... ignored'
              echo 'test result: ok. 5 passed; 0 failed; 3 ignored'; echo 'x: y' >> ${SKIP_LOG}"
         );

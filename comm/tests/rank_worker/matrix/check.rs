@@ -9,8 +9,8 @@ use ringsight_comm::{abi, error::ResultCode};
 use ringsight_records::{Function, ReduceOp};
 
 use super::{
-    cases::{Case, Residence},
-    numbers::{check_reduced, input_bits, noise, scalar_bits},
+    cases::{Case, Residence, noise},
+    numbers::{check_reduced, input_bits, scalar_bits},
 };
 use crate::common::{Rank, last_error, ok, state};
 

@@ -7,13 +7,7 @@
 use ringsight_kernels::minifloat::{Bfloat16, Float8E4M3, Float8E5M2, Half};
 use ringsight_records::{DataType, ReduceOp};
 
-/// Pseudo-random numbers (splitmix64) of a place.
-pub fn noise(seed: u64, place: u64) -> u64 {
-    let mut z = seed.wrapping_add(place.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-    z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ z >> 31
-}
+use super::cases::noise;
 
 pub fn is_float(data_type: DataType) -> bool {
     !matches!(

@@ -3,7 +3,7 @@
 use ringsight_comm::abi::{NcclConfig, UniqueIdBytes};
 use ringsight_records::{DataType, Function};
 
-use crate::common::{Call, Rank, config, ok, place_of_process, unique_id};
+use crate::common::{Call, Rank, config, ok, processes::place_of_process, unique_id};
 
 /// A communicator over sockets: no link's failure reaches it, and it holds nothing on a device.
 pub(crate) struct Control {
@@ -13,9 +13,9 @@ pub(crate) struct Control {
 }
 
 impl Control {
-    /// That of this process, if it was started as a rank.
-    pub(crate) fn of_process() -> Option<Self> {
-        let (id, rank, ranks) = place_of_process()?;
+    /// That of this process, which was started as a rank.
+    pub(crate) fn of_process() -> Self {
+        let (id, rank, ranks) = place_of_process();
         let mut settings = config();
         settings.net_name = c"Socket".as_ptr();
         let mut control = Self {
@@ -24,7 +24,7 @@ impl Control {
         };
         let all = control.tell([std::process::id().into(); WORDS]);
         control.peer = all[1 - rank][0] as libc::pid_t;
-        Some(control)
+        control
     }
 
     /// Tells the other rank something; what either says.

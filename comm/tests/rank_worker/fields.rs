@@ -2,17 +2,16 @@
 //! records and descriptions of a running operation.
 //!
 //! Each row of [`FIELDS`] reads its field from what one real run left behind, and says what the run makes it. The
-//! descriptors' own text ([`DESCRIPTORS`]) is the list of what must be there: a field without a row fails the test.
-
-mod common;
+//! descriptors' own text ([`DESCRIPTORS`]) is the list of what must be there: a field without a row fails.
 
 use std::collections::BTreeSet;
 
-use common::{Call, Rank, host, ok, rank_of_process, run_processes};
 use ringsight_comm::{abi, observe};
 use ringsight_records::{
     Algorithm, DataType, Description, Flags, Function, Kind, Protocol, Record, State, pages::Reader, ring,
 };
+
+use crate::common::{Call, Rank, host, ok, processes::rank_of_process};
 
 /// The events and fields of `ncclProfilerEventDescr_v5_t` and `ncclProfilerEventStateArgs_v5_t`, in their order.
 const DESCRIPTORS: &str = "
@@ -392,7 +391,6 @@ fn steps(run: &Run) -> impl Iterator<Item = &Record> {
         .filter(move |record| record.op == op && record.channel == channel)
 }
 
-#[test]
 fn every_field_has_a_row() {
     let listed: Vec<(String, String)> = DESCRIPTORS
         .lines()
@@ -410,16 +408,10 @@ fn every_field_has_a_row() {
     assert_eq!(listed, rows);
 }
 
-#[test]
-fn every_row_finds_its_field() {
-    run_processes("fields_worker", 2, 2);
-}
-
-/// One rank of [`every_row_finds_its_field`].
-#[test]
-#[ignore = "helper: the body of one rank; started by another test"]
-fn fields_worker() {
-    let Some(rank) = rank_of_process() else { return };
+/// One of two ranks: does the calls of [`Run`] and looks up every field.
+pub(crate) fn found() {
+    every_field_has_a_row();
+    let rank = rank_of_process();
     let device = host();
     let header = observe::pages().unwrap().header();
     let lease = header
@@ -493,5 +485,4 @@ fn fields_worker() {
         device.graph_exec_destroy(exec).unwrap();
     }
     rank.leave();
-    println!("rank done");
 }

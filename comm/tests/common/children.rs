@@ -1,4 +1,4 @@
-//! What the tests share: the calls, and what they make.
+//! Children of communicators: the calls that make them, and what they make.
 
 use std::ffi::c_int;
 
@@ -9,25 +9,20 @@ use ringsight_comm::{
 };
 use ringsight_records::Function;
 
-use crate::common::{Call, Rank, host, ok};
+use super::{Call, Rank, host, ok};
 
-pub(super) const ARGUMENT: ResultCode = ResultCode::InvalidArgument;
-pub(super) const USAGE: ResultCode = ResultCode::InvalidUsage;
-pub(super) const NO_COLOR: c_int = -1;
+pub const ARGUMENT: ResultCode = ResultCode::InvalidArgument;
+pub const USAGE: ResultCode = ResultCode::InvalidUsage;
+pub const NO_COLOR: c_int = -1;
 
-pub(super) fn split(
-    rank: &Rank,
-    color: c_int,
-    key: c_int,
-    settings: *mut NcclConfig,
-) -> (ResultCode, Handle) {
+pub fn split(rank: &Rank, color: c_int, key: c_int, settings: *mut NcclConfig) -> (ResultCode, Handle) {
     let mut child = Handle(1);
     // SAFETY: valid places.
     let code = unsafe { abi::ncclCommSplit(rank.comm, color, key, &raw mut child, settings) };
     (code, child)
 }
 
-pub(super) fn shrink(
+pub fn shrink(
     rank: &Rank,
     excluded: &[c_int],
     settings: *mut NcclConfig,
@@ -51,7 +46,7 @@ pub(super) fn shrink(
 
 /// A rank of a child, with its own view of rank and size.
 #[track_caller]
-pub(super) fn member((code, comm): (ResultCode, Handle)) -> Rank {
+pub fn member((code, comm): (ResultCode, Handle)) -> Rank {
     ok(code);
     let (mut rank, mut ranks) = (-1, -1);
     // SAFETY: valid places.
@@ -69,17 +64,17 @@ pub(super) fn member((code, comm): (ResultCode, Handle)) -> Rank {
 
 /// Data goes all the way round the communicator.
 #[track_caller]
-pub(super) fn works(rank: &Rank) {
+pub fn works(rank: &Rank) {
     Call::new(Function::AllReduce, 5000).check(rank, false);
     Call::new(Function::AllGather, 7).check(rank, false);
 }
 
-pub(super) fn id(rank: &Rank) -> u64 {
+pub fn id(rank: &Rank) -> u64 {
     lookup(rank.comm).unwrap().id
 }
 
 /// All ranks but the last are stuck in a collective that it never calls.
-pub(super) fn stuck<'a>(rank: &Rank, data: &'a mut Vec<f32>) -> &'a mut Vec<f32> {
+pub fn stuck<'a>(rank: &Rank, data: &'a mut Vec<f32>) -> &'a mut Vec<f32> {
     data.resize(1 << 20, 1.0);
     let at = data.as_mut_ptr().cast();
     ok(rank.call(&Call::new(Function::AllReduce, data.len()), at, at));
