@@ -2,11 +2,12 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use crate::{
-    bootstrap::{Bootstrap, Error, Result, fnv1a},
+use ringsight_comm_base::{
     log::GRAPH,
     process::{self, Stat},
 };
+
+use crate::bootstrap::{Bootstrap, Error, Result, fnv1a};
 
 /// What every rank tells the others about itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,7 +46,7 @@ impl RankInfo {
     /// unix sockets, so to each other they are other nodes.
     #[must_use]
     pub fn local(rank: u32, device: i32, proxy_address: String, library_version: u32) -> Self {
-        let (host, identity) = match crate::env::text("NCCL_HOSTID") {
+        let (host, identity) = match ringsight_comm_base::env::text("NCCL_HOSTID") {
             Some(id) => (id.clone(), id),
             None => {
                 let host = process::host_name();

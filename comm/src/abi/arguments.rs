@@ -2,12 +2,10 @@
 
 use std::ffi::c_int;
 
+use ringsight_comm_base::error::{Error, Result};
 use ringsight_records::DataType;
 
-use crate::{
-    communicator::Communicator,
-    error::{Error, Result},
-};
+use crate::communicator::Communicator;
 
 /// The place that `pointer` points to.
 ///

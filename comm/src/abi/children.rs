@@ -4,6 +4,8 @@
 
 use std::{ffi::c_int, sync::Arc};
 
+use ringsight_comm_base::error::{Error, Result, ResultCode};
+
 use super::{
     arguments::out,
     communicators::{SETTLE, choices, in_group},
@@ -12,7 +14,6 @@ use super::{
 };
 use crate::{
     communicator::{self, ChildJob, Communicator, Handle, Lifecycle, Selection},
-    error::{Error, Result, ResultCode},
     group::{self, Job, Made},
 };
 

@@ -7,6 +7,8 @@ use std::{
     time::Duration,
 };
 
+use ringsight_comm_base::error::{Error, Result, ResultCode};
+
 use super::{
     arguments::out,
     config, entry,
@@ -16,7 +18,6 @@ use crate::{
     bootstrap,
     communicator::{self, Config, Handle, InitJob, Lifecycle},
     device::device,
-    error::{Error, Result, ResultCode},
     group::{self, Job, Made},
     observe,
 };

@@ -2,11 +2,10 @@
 
 use std::ffi::{CStr, c_char, c_int};
 
+use ringsight_comm_base::error::{Error, Result};
+
 use super::types::{CONFIG_MAGIC, CONFIG_UNDEF_INT, NcclConfig};
-use crate::{
-    communicator::Config,
-    error::{Error, Result},
-};
+use crate::communicator::Config;
 
 /// NCCL's `MAXCHANNELS`.
 const MAX_CHANNELS: c_int = 64;
@@ -171,7 +170,7 @@ fn check(config: &NcclConfig) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::ResultCode;
+    use ringsight_comm_base::error::ResultCode;
 
     /// Sizes of the struct in (2.14, 2.17, 2.18 to 2.26, 2.27, 2.28, 2.29, 2.30).
     const SIZES: [(u32, usize); 9] = [

@@ -4,7 +4,7 @@ use std::panic::catch_unwind;
 
 fn reset() {
     // A panic would be a defect; it must not unwind into the caller, who is not told either way.
-    let _ = catch_unwind(crate::log::reset);
+    let _ = catch_unwind(ringsight_comm_base::log::reset);
 }
 
 /// Reads `NCCL_DEBUG` and the like again.

@@ -7,11 +7,10 @@
 
 use std::ffi::{c_int, c_void};
 
+use ringsight_comm_base::error::{Error, Result, ResultCode};
+
 use super::{arguments::out, call};
-use crate::{
-    communicator::{self, Communicator, Handle},
-    error::{Error, Result, ResultCode},
-};
+use crate::communicator::{self, Communicator, Handle};
 
 /// `ncclTeam_t`: the ranks `(r - rank) * stride` away from this one, for `r` in `0..ranks`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

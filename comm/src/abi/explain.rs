@@ -3,6 +3,7 @@
 
 use std::ffi::{CStr, c_int};
 
+use ringsight_comm_base::error::{Error, Result, ResultCode};
 use ringsight_kernels::Scalar;
 pub use ringsight_records::explain::{Explain, ExplainRow};
 use ringsight_records::{Function, ReduceOp};
@@ -12,12 +13,10 @@ use super::{
     call,
 };
 use crate::{
-    error::{Error, Result, ResultCode},
     op::{Request, Stream},
     plan::{
-        algorithm::{Asked, Engines},
         limits::Limits,
-        table::explain,
+        table::{Query, WindowSupport, explain},
     },
 };
 
@@ -40,7 +39,7 @@ fn positive(name: &str, value: c_int) -> Result<u32> {
 ///
 /// # Safety
 /// `asked.function` is null or a text that ends with a zero byte.
-unsafe fn read(asked: &Explain) -> Result<(Asked, usize)> {
+unsafe fn read(asked: &Explain) -> Result<(Query, usize)> {
     if asked.size != size_of::<Explain>() {
         return Err(Error::argument(format!(
             "size ({}) is not that of this library's ringsightExplain_t, {}",
@@ -84,7 +83,7 @@ unsafe fn read(asked: &Explain) -> Result<(Asked, usize)> {
     };
     let channels = positive("channels", asked.channels)? as usize;
     Ok((
-        Asked {
+        Query {
             function: *function,
             reduce_op,
             data_type,
@@ -92,11 +91,11 @@ unsafe fn read(asked: &Explain) -> Result<(Asked, usize)> {
             ranks,
             slot_bytes: asked.slot_bytes,
             one_shot: asked.one_shot != 0,
-            peers: asked.peers != 0,
-            engines: match asked.window {
-                0 => Engines::NoWindow,
-                ..0 => Engines::Unknown,
-                _ => Engines::Reach,
+            peer_access: asked.peers != 0,
+            window: match asked.window {
+                0 => WindowSupport::NoWindow,
+                ..0 => WindowSupport::Unknown,
+                _ => WindowSupport::Reach,
             },
             limits: Limits::from_environment(asked.zero_cta != 0)?,
         },
@@ -120,13 +119,13 @@ pub unsafe extern "C" fn ringsightExplain(
         // SAFETY: as above.
         let count = unsafe { out("count", count) }?;
         // SAFETY: as above.
-        let (asked, channels) = unsafe { read(asked) }?;
+        let (query, channels) = unsafe { read(asked) }?;
         let room = usize::try_from(*count).unwrap_or(0);
         if rows.is_null() && room > 0 {
             return Err(Error::argument(format!("rows is NULL, but count is {room}")));
         }
         let mut number = 0;
-        for (row, reason) in explain(&asked) {
+        for (row, reason) in explain(&query) {
             if number < room {
                 let entry = ExplainRow {
                     algorithm: field(row.algorithm.name()),
@@ -135,7 +134,7 @@ pub unsafe extern "C" fn ringsightExplain(
                     channels: match reason {
                         // One kernel does it all, and records tell of one channel.
                         None if row.path.is_peer_access() => 1,
-                        None => row.path.channels(asked.bytes, channels, asked.peers) as c_int,
+                        None => row.path.channels(query.bytes, channels, query.peer_access) as c_int,
                         Some(_) => 0,
                     },
                     reason: field(&reason.map(|reason| reason.to_string()).unwrap_or_default()),

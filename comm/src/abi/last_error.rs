@@ -16,10 +16,9 @@ use std::{
     },
 };
 
-use crate::{
-    communicator::{self, Handle},
-    error::ResultCode,
-};
+use ringsight_comm_base::error::ResultCode;
+
+use crate::communicator::{self, Handle};
 
 /// Bytes of a text with its end.
 const TEXT_BYTES: usize = 2048;
@@ -147,7 +146,7 @@ pub(crate) fn set(text: &str) {
         .unwrap_or_else(|_| put_last(text));
     // Release: whoever finds this text as the latest reads all of it.
     LATEST.store(ptr::from_ref(place).cast_mut(), Ordering::Release);
-    tracing::warn!(target: crate::log::CALL, "{text}");
+    tracing::warn!(target: ringsight_comm_base::log::CALL, "{text}");
 }
 
 fn last_error(comm: Handle) -> *const c_char {

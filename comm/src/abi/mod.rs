@@ -19,7 +19,6 @@ mod registration;
 mod ringsight;
 mod simulation;
 mod types;
-mod watchdog;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -37,19 +36,18 @@ pub use registration::*;
 pub use ringsight::*;
 pub use simulation::*;
 pub use types::*;
-pub use watchdog::*;
 
-use crate::error::{Error, Result, ResultCode};
+use ringsight_comm_base::error::{Error, Result, ResultCode};
 
 /// Runs the body of an entry point: errors and panics become result codes and a text for `ncclGetLastError`.
 pub(crate) fn call(function: &str, body: impl FnOnce() -> Result<()>) -> ResultCode {
     let body = || {
-        crate::log::start();
+        ringsight_comm_base::log::start();
         let _range = nvtx::Range::enter(function);
         body()
     };
     // AssertUnwindSafe: what a panic may leave half done is behind locks that are written to stay consistent
-    // (`communicator::lock`), and the communicator reports the failure.
+    // (`ringsight_comm_base::sync::lock`), and the communicator reports the failure.
     let error = match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => return ResultCode::Success,
         // Not a failure: there is nothing to say about it.

@@ -5,7 +5,7 @@
 
 use std::sync::LazyLock;
 
-use crate::env;
+use ringsight_comm_base::env;
 
 /// A range of this thread, until it is dropped.
 pub(super) struct Range(());

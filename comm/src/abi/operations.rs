@@ -8,6 +8,7 @@ use std::{
     sync::Arc,
 };
 
+use ringsight_comm_base::error::{Result, ResultCode};
 use ringsight_kernels::Scalar;
 use ringsight_records::{Function, ReduceOp};
 
@@ -18,7 +19,6 @@ use super::{
 use crate::{
     communicator::{self, Communicator, Handle},
     device::Stream,
-    error::{Result, ResultCode},
     group, observe,
     op::Request,
 };

@@ -4,16 +4,14 @@
 
 use std::ffi::{c_int, c_void};
 
+use ringsight_comm_base::error::{Error, ResultCode};
 use ringsight_kernels::Scalar;
 
 use super::{
     arguments::{data_type, out},
     entry,
 };
-use crate::{
-    communicator::{self, Handle},
-    error::{Error, ResultCode},
-};
+use crate::communicator::{self, Handle};
 
 /// `ncclScalarDevice`.
 const SCALAR_DEVICE: c_int = 0;

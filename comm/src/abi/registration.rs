@@ -7,10 +7,11 @@ use std::{
     sync::Arc,
 };
 
+use ringsight_comm_base::error::{Error, Result, ResultCode};
+
 use super::{arguments::out, communicators::in_group, entry};
 use crate::{
     communicator::{self, Communicator, Handle, PAGE, Part},
-    error::{Error, Result, ResultCode},
     group::{self, Job},
 };
 
@@ -28,7 +29,7 @@ fn made(comm: Handle) -> Result<Arc<Communicator>> {
 
 /// Whether `NCCL_LOCAL_REGISTER` leaves registration on.
 fn enabled() -> bool {
-    crate::env::switch("NCCL_LOCAL_REGISTER", true)
+    ringsight_comm_base::env::switch("NCCL_LOCAL_REGISTER", true)
 }
 
 entry! {

@@ -9,11 +9,10 @@ use std::{
     sync::Arc,
 };
 
+use ringsight_comm_base::error::{Error, ResultCode};
+
 use super::set_last_error;
-use crate::{
-    device::{Device, DeviceError, Event, Graph, GraphExec, Progress, Result, Stream, device},
-    error::{Error, ResultCode},
-};
+use crate::device::{Device, DeviceError, Event, Graph, GraphExec, Progress, Result, Stream, device};
 
 /// A function of [`ringsightLaunchHostFunc`].
 type HostFn = Option<unsafe extern "C" fn(*mut c_void)>;

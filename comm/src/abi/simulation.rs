@@ -1,15 +1,17 @@
-//! What a group would take.
+//! Entry points that simulate: how long a group would take, and a kernel that never ends.
 
 #![expect(non_snake_case, reason = "NCCL's names")]
 
 use std::mem::offset_of;
 
+use ringsight_comm_base::error::{Error, Result, ResultCode};
+
 use super::{
-    entry,
+    call, entry,
     types::{NcclSimInfo, SIM_INFO_MAGIC},
 };
 use crate::{
-    error::{Error, Result, ResultCode},
+    communicator::{self, Handle},
     group,
 };
 
@@ -53,4 +55,14 @@ entry! {
         }
         made
     }
+}
+
+/// Launches a kernel that never ends, as an operation of `comm` on this rank alone on a stream of its own, and returns at once: it shows what the
+/// watchdog reports and does about a stuck kernel. The communicator's later operations wait behind it; it ends when
+/// the communicator is aborted or revoked. The prototype is in `ringsight.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn ncclSimulateKernelTimeout(comm: Handle) -> ResultCode {
+    call("ncclSimulateKernelTimeout", || {
+        group::launch_stuck(&communicator::lookup(comm)?)
+    })
 }

@@ -1,41 +1,43 @@
-//! What comes to the thread that maps.
+//! Events for the thread that imports.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use super::message::Message;
 
-/// What the thread that maps hears of.
+/// An event for the thread that imports.
 pub(super) enum Event {
     /// A rank's message.
     Message(u32, Message),
-    /// This rank has shown something, which is to be looked after.
-    Shown,
+    /// This rank has exported a buffer, which is to be looked after.
+    Exported,
     /// The communicator ends.
     End,
 }
 
-/// Where control messages wait for [`Maps`](super::Maps), whether there will be one or not: others may be ready before this rank is.
+/// Control messages that wait for the [`BufferExchange`](super::BufferExchange), whether there will be one or not: other ranks may be ready before
+/// this one is.
 pub(crate) struct Inbox {
     pub(super) sender: Sender<Event>,
     pub(super) receiver: Receiver<Event>,
 }
 
-/// The end of it that messages go in at.
+/// The sending end of an [`Inbox`].
 #[derive(Clone)]
-pub(crate) struct Letters(Sender<Event>);
+pub(crate) struct InboxSender(Sender<Event>);
 
 impl Inbox {
+    /// Empty.
     pub(crate) fn new() -> Self {
         let (sender, receiver) = channel();
         Self { sender, receiver }
     }
 
-    pub(crate) fn letters(&self) -> Letters {
-        Letters(self.sender.clone())
+    pub(crate) fn sender(&self) -> InboxSender {
+        InboxSender(self.sender.clone())
     }
 }
 
-impl Letters {
+impl InboxSender {
     /// A control message has come.
     pub(crate) fn control(&self, from: u32, bytes: &[u8]) {
         if let Some(message) = Message::parse(bytes) {

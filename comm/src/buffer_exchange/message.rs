@@ -1,26 +1,30 @@
-//! What ranks tell each other of the memory that they show.
+//! Control messages between ranks about exported buffers.
 
 use ringsight_kernels::ExportedBuffer;
 use ringsight_kernels::cuda::peer_memory::MAX_EXPORTS;
 
-use super::offer::Ticket;
+use super::pieces::Ticket;
 use crate::checks::wire::{self, Rest};
 
-/// What messages begin with.
+/// First four bytes of every message.
 const MAGIC: u32 = 0x5250_414d;
 
-/// What a rank tells one of another process.
+/// A message to a rank of another process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Message {
-    /// An allocation, by number and generation, and what opens it.
-    Show { number: u32, generation: u32, way: Way },
-    /// It is gone.
-    TakeBack { number: u32, generation: u32 },
+    /// A buffer was exported, under this number and generation.
+    Export {
+        number: u32,
+        generation: u32,
+        access: ExportHandle,
+    },
+    /// It is withdrawn.
+    Withdraw { number: u32, generation: u32 },
 }
 
-/// How memory is opened.
+/// How an exported buffer is opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum ExportHandle {
     /// By a handle ([`Device::reach_share`](crate::device::Device::reach_share)).
     Whole(Vec<u8>),
     /// By a handle and descriptors of pieces of these lengths ([`Device::reach_pieces`](crate::device::Device::reach_pieces)).
@@ -32,24 +36,24 @@ pub(super) enum Way {
 }
 
 impl Message {
-    pub(super) fn show(shown: &ExportedBuffer, way: Way) -> Self {
-        let (number, generation) = (shown.number, shown.generation);
-        Self::Show {
+    pub(super) fn export(exported: &ExportedBuffer, access: ExportHandle) -> Self {
+        let (number, generation) = (exported.number, exported.generation);
+        Self::Export {
             number,
             generation,
-            way,
+            access,
         }
     }
 
     pub(super) fn encode(&self) -> Vec<u8> {
         let (kind, number, generation) = match self {
-            Self::Show {
+            Self::Export {
                 number,
                 generation,
-                way: Way::Whole(_),
+                access: ExportHandle::Whole(_),
             } => (0u8, number, generation),
-            Self::TakeBack { number, generation } => (1, number, generation),
-            Self::Show {
+            Self::Withdraw { number, generation } => (1, number, generation),
+            Self::Export {
                 number, generation, ..
             } => (2, number, generation),
         };
@@ -58,14 +62,14 @@ impl Message {
         bytes.extend(number.to_le_bytes());
         bytes.extend(generation.to_le_bytes());
         match self {
-            Self::TakeBack { .. } => {}
-            Self::Show {
-                way: Way::Whole(handle),
+            Self::Withdraw { .. } => {}
+            Self::Export {
+                access: ExportHandle::Whole(handle),
                 ..
             } => bytes.extend(handle),
-            Self::Show {
-                way:
-                    Way::Pieces {
+            Self::Export {
+                access:
+                    ExportHandle::Pieces {
                         handle,
                         sizes,
                         ticket,
@@ -90,16 +94,16 @@ impl Message {
         if number as usize >= MAX_EXPORTS || generation == 0 {
             return None;
         }
-        let way = match kind {
-            0 => Way::Whole(rest.0.to_vec()),
-            1 if rest.is_empty() => return Some(Self::TakeBack { number, generation }),
+        let access = match kind {
+            0 => ExportHandle::Whole(rest.0.to_vec()),
+            1 if rest.is_empty() => return Some(Self::Withdraw { number, generation }),
             2 => pieces(rest)?,
             _ => return None,
         };
-        Some(Self::Show {
+        Some(Self::Export {
             number,
             generation,
-            way,
+            access,
         })
     }
 }
@@ -109,7 +113,7 @@ fn put(bytes: &mut Vec<u8>, length: usize) {
     bytes.extend((length as u32).to_le_bytes());
 }
 
-fn pieces(mut rest: Rest<'_>) -> Option<Way> {
+fn pieces(mut rest: Rest<'_>) -> Option<ExportHandle> {
     let length = rest.u32()? as usize;
     let (handle, behind) = rest.0.split_at_checked(length)?;
     rest = Rest(behind);
@@ -119,7 +123,7 @@ fn pieces(mut rest: Rest<'_>) -> Option<Way> {
     let secret = rest.u64()?;
     let name = std::str::from_utf8(rest.0).ok()?.to_owned();
     let (sizes, _) = sizes.as_chunks();
-    Some(Way::Pieces {
+    Some(ExportHandle::Pieces {
         handle: handle.to_vec(),
         sizes: sizes.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect(),
         ticket: Ticket { name, secret },
@@ -132,12 +136,12 @@ mod tests {
 
     #[test]
     fn messages_survive_the_way_and_rubbish_is_none() {
-        let show = |way| Message::Show {
+        let export = |access| Message::Export {
             number: 7,
             generation: 3,
-            way,
+            access,
         };
-        let pieces = show(Way::Pieces {
+        let pieces = export(ExportHandle::Pieces {
             handle: vec![4, 5],
             sizes: vec![2 << 20, 1 << 40],
             ticket: Ticket {
@@ -145,11 +149,15 @@ mod tests {
                 secret: 9,
             },
         });
-        let back = Message::TakeBack {
+        let back = Message::Withdraw {
             number: 255,
             generation: u32::MAX,
         };
-        for message in [show(Way::Whole(vec![1, 2, 3])), pieces.clone(), back.clone()] {
+        for message in [
+            export(ExportHandle::Whole(vec![1, 2, 3])),
+            pieces.clone(),
+            back.clone(),
+        ] {
             assert_eq!(Message::parse(&message.encode()), Some(message));
         }
         let bytes = back.encode();
@@ -160,12 +168,12 @@ mod tests {
         for length in 0..bytes.len() - "ringsight-pieces-1".len() {
             assert_eq!(Message::parse(&bytes[..length]), None, "{length}");
         }
-        let beyond = Message::TakeBack {
+        let beyond = Message::Withdraw {
             number: MAX_EXPORTS as u32,
             generation: 1,
         };
         assert_eq!(Message::parse(&beyond.encode()), None);
-        let never = Message::TakeBack {
+        let never = Message::Withdraw {
             number: 0,
             generation: 0,
         };

@@ -1,29 +1,38 @@
-//! Callers' memory that ranks of other processes map, so that operations go straight between callers' buffers there, too.
+//! Buffer exchange: ranks of other processes import callers' buffers, so that operations can be zero-copy between processes too.
 //!
-//! When a caller registers memory, its rank shows the allocation to those of other processes: a control message says what opens it. A thread of each of these maps it in its own time, enters where in the memory that kernels look at
-//! ([`peers::Mappings`]), and then enters with the rank that has shown it that this is done. No call waits for any of this: until all
-//! have mapped it, kernels find that they have not and go in steps. What captured operations use is shown likewise (`NCCL_GRAPH_REGISTER=0`:
-//! it is not), since it must stay as long as the graph, and with `RINGSIGHT_MAP_BUFFERS=1` all memory that operations which may go straight
-//! use, when the first one does. To open memory the driver waits for no kernel (measured: 0.3 ms while one runs), but to
-//! close it it does, and calls of other threads may wait with it: where kernels of several communicators wait for launches of this
-//! process, it must not be closed among them. Who registers memory knows when it goes; of other memory the caller says that it may be so.
+//! An exported buffer goes through these states:
 //!
-//! What a rank has shown it takes back when the allocation is gone: the driver numbers allocations, and never twice, so that one at
-//! the address of another is told from it. It looks before it shows another one, and every [`SWEEP`]. Until then the others
-//! keep the memory that was freed, as other libraries that map what they were not given do (UCX); no kernel goes there,
-//! since operations that used it had ended before it was freed, on all ranks (`Meeting::leave`), and none that comes names its generation.
-//! Mappings live as long as launches that may use them: with the memory among peers.
+//! | state | entered when | by |
+//! |---|---|---|
+//! | exported | the caller registers its memory, or an operation uses it (below) | the calling thread |
+//! | imported | another rank has opened the handle that a control message brought | that rank's thread `rs-maps` |
+//! | in use | kernels see in peer memory that all ranks have imported this generation | kernels |
+//! | withdrawn | the allocation is gone, or its pieces are no longer registered | the thread `rs-maps`, every [`SWEEP`] |
 //!
-//! Memory that a caller has mapped by pieces (`cuMemMap`, as `expandable_segments` do) is shown when it is registered, and only then: the caller may
-//! map other memory there at any time, also below a graph. The others fetch a descriptor of each piece ([`offer`]). An operation asks the driver
-//! whether each piece that it uses is still the one that was shown. It is taken back when it is no longer registered, since no operation may
-//! use it then, or when nothing of it is left. Not when some of it is: to unmap it waits for no kernel, and one may use the rest.
+//! No call waits for an import: until all ranks have imported a buffer, kernels fall back to LL128.
+//!
+//! Memory is exported when it is registered. Memory that captured operations use is exported too, unless `NCCL_GRAPH_REGISTER=0`, since it stays as
+//! long as its graph. With `RINGSIGHT_MAP_BUFFERS=1` all memory is exported that an operation which may be zero-copy uses. Closing an import makes the
+//! driver wait for kernels, and other threads' calls may wait with it. So memory must not go while kernels of several communicators wait for launches of
+//! this process: whoever registers memory knows when it goes, and of other memory the caller says by the variable that it may be imported. (Opening
+//! waits for no kernel: 0.3 ms were measured while one ran.)
+//!
+//! Invariants:
+//! - The driver numbers allocations and never reuses a number, so a new allocation at an old address is told from the old one.
+//! - Until a withdrawn buffer is closed, the other ranks keep the freed memory open, as UCX does with memory that it was not given. No kernel uses
+//!   it: operations that used it ended on all ranks before it was freed, and no later one names its generation.
+//! - Imports live as long as launches that may use them: with the peer memory.
+//!
+//! Memory that a caller has mapped in pieces (`cuMemMap`, as `expandable_segments` do) is exported only when it is registered: the caller may map other
+//! memory there at any time, also below a graph. The other ranks fetch a descriptor of each piece ([`pieces`]). An operation asks the driver whether each
+//! piece that it uses is still the one that was exported. Pieces are withdrawn when they are no longer registered, or when none of them is left. They are
+//! not withdrawn when some are left: unmapping waits for no kernel, and one may use the rest.
 
+mod exports;
+mod imports;
 mod inbox;
-mod mapped;
 mod message;
-mod offer;
-mod shown;
+mod pieces;
 
 use std::{
     collections::HashMap,
@@ -38,85 +47,87 @@ use std::{
     time::Duration,
 };
 
+use ringsight_comm_base::{
+    error::{Error, Result, ResultCode},
+    log,
+    sync::lock,
+};
 use ringsight_kernels::{
     ExportedBuffer, PeerMemory,
     cuda::peer_memory::{MAX_EXPORTS, imported_by_offset, imported_offset},
 };
 
 use self::{
+    exports::{Export, Exports},
+    imports::ImportedBuffer,
     inbox::Event,
-    mapped::MappedMemory,
-    message::{Message, Way},
-    offer::{Fetch, Offers, Ticket},
-    shown::{Entry, Own},
+    message::{ExportHandle, Message},
+    pieces::{Fetch, PieceServer, Ticket},
 };
 pub(crate) use self::{
-    inbox::{Inbox, Letters},
-    mapped::Mapped,
+    imports::ImportedBuffers,
+    inbox::{Inbox, InboxSender},
 };
 use crate::{
     checks::Post,
     device::{self, Device, Piece, Reached},
-    error::{Error, Result, ResultCode},
-    log,
 };
-use ringsight_comm_base::sync::lock;
 
-/// How often a rank looks whether what it has shown is still there, and tries again to map what it could not.
+/// How often a rank looks whether its exported buffers still exist, and tries failed imports again.
 const SWEEP: Duration = Duration::from_secs(1);
-/// How often it tries: what was at an allocation's address before may still be open.
+/// Tries of an import: the allocation that was at its address before may still be open.
 const TRIES: u32 = 30;
 
-/// What the caller's threads and the one that maps share.
-struct Table {
+/// State that the caller's threads share with the thread that imports.
+struct Shared {
     device: i32,
     rank: u32,
     bases: Vec<u64>,
-    /// By bit.
+    /// Ranks of other processes, one bit each.
     foreign: u8,
     /// Devices of the other ranks of this process.
     near: Vec<i32>,
     /// As long as there are launches.
-    mapped: Weak<Mapped>,
+    imported: Weak<ImportedBuffers>,
     post: Post,
-    /// What operations use that are captured is shown, whether it is registered or not.
+    /// Buffers of captured operations are exported, registered or not.
     of_captured: bool,
-    /// And what all others use.
+    /// Buffers of all other operations are, too.
     of_all: bool,
-    own: Mutex<Own>,
-    /// Why what others have shown could not be mapped, when it was tried last: by rank and number, with the generation.
+    own: Mutex<Exports>,
+    /// Why an import failed when it was tried last: by rank and number, with the generation.
     failures: Mutex<HashMap<(u32, u32), (u32, String)>>,
     events: Sender<Event>,
     /// The communicator ends.
     ending: AtomicBool,
 }
 
-/// What another rank has shown.
-struct Offer {
+/// A buffer of another rank that is to be imported.
+struct Import {
     from: u32,
     number: u32,
     generation: u32,
-    way: Way,
+    access: ExportHandle,
     tries: u32,
 }
 
-/// What one rank shows and maps. [`Maps::stop`] ends it.
-pub(crate) struct Maps {
-    table: Arc<Table>,
-    /// From when there is memory that is mapped by pieces.
-    offers: Mutex<Option<Offers>>,
+/// The buffer exchange of one rank of a communicator. [`BufferExchange::stop`] ends it.
+pub(crate) struct BufferExchange {
+    shared: Arc<Shared>,
+    /// There once memory is exported that is mapped in pieces.
+    piece_server: Mutex<Option<PieceServer>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-impl Table {
+impl Shared {
     fn others(&self) -> impl Iterator<Item = u32> {
         let foreign = self.foreign;
         (0..8).filter(move |rank| foreign >> rank & 1 == 1)
     }
 
-    /// What a buffer is in, shown to all who are to map it; `None` if it cannot be, or there are too many, or it has not been and is not to
-    /// be.
-    fn show(
+    /// The exported allocation that a buffer is in. Exports it first if `may_be_new`. `None` if it is not exported and cannot be, or there are too
+    /// many.
+    fn export(
         &self,
         device: &dyn Device,
         address: usize,
@@ -124,11 +135,11 @@ impl Table {
         may_be_new: bool,
     ) -> Option<ExportedBuffer> {
         let Some(allocation) = device.allocation(address, bytes, self.device) else {
-            return self.shown_pieces(device, &lock(&self.own), address, bytes);
+            return self.find_pieces(device, &lock(&self.own), address, bytes);
         };
         let mut own = lock(&self.own);
         if let Some(number) = own.by_id.get(&allocation.id) {
-            return own.shown(*number as usize);
+            return own.exported(*number as usize);
         }
         if !may_be_new {
             return None;
@@ -138,40 +149,45 @@ impl Table {
         let number = own.place(start)?;
         let handle = device
             .export(start)
-            .inspect_err(|error| stays_closed(start, error))
+            .inspect_err(|error| log_not_exported(start, error))
             .ok()?;
         own.by_id.insert(allocation.id, number as u32);
         let id = allocation.id;
-        self.enter(&mut own, number, Entry::Whole { id, start }, Way::Whole(handle))
+        self.enter(
+            &mut own,
+            number,
+            Export::Whole { id, start },
+            ExportHandle::Whole(handle),
+        )
     }
 
-    /// What a buffer is in of what was shown by pieces.
-    fn shown_pieces(
+    /// The exported pieces that a buffer is in.
+    fn find_pieces(
         &self,
         device: &dyn Device,
-        own: &Own,
+        own: &Exports,
         address: usize,
         bytes: usize,
     ) -> Option<ExportedBuffer> {
-        let holds = |entry: &Option<Entry>| {
+        let holds = |entry: &Option<Export>| {
             entry
                 .as_ref()
                 .is_some_and(|entry| entry.holds(device, self.device, address, bytes))
         };
-        own.shown(own.entries.iter().position(holds)?)
+        own.exported(own.entries.iter().position(holds)?)
     }
 
-    /// Shows the pieces that a buffer is in. Who is to map them asks for them with `ticket`.
-    fn show_pieces(
+    /// Exports the pieces that a buffer is in. The other ranks fetch them with `ticket`.
+    fn export_pieces(
         &self,
         device: &dyn Device,
         (address, bytes): (usize, usize),
         ticket: impl FnOnce() -> io::Result<Ticket>,
     ) {
         let Some(pieces) = device.pieces(address, bytes, self.device, &self.near) else {
-            // As a whole it cannot be shown either, or it has been.
+            // It cannot be exported as a whole either, or it has been.
             if device.allocation(address, bytes, self.device).is_none() {
-                stays_closed(
+                log_not_exported(
                     address,
                     &"it is no allocation, and not mapped in pieces that descriptors can be had of",
                 );
@@ -183,105 +199,111 @@ impl Table {
         let handle = device
             .export_piece(&pieces[0])
             .and_then(|_| device.export_pieces(start));
-        let handle = handle.inspect_err(|error| stays_closed(start, error));
-        let ticket = ticket().inspect_err(|error| stays_closed(start, error));
+        let handle = handle.inspect_err(|error| log_not_exported(start, error));
+        let ticket = ticket().inspect_err(|error| log_not_exported(start, error));
         let (Ok(handle), Ok(ticket)) = (handle, ticket) else {
             return;
         };
         let mut own = lock(&self.own);
-        if self.shown_pieces(device, &own, address, bytes).is_some() {
+        if self.find_pieces(device, &own, address, bytes).is_some() {
             return;
         }
         self.sweep(device, &mut own);
         let Some(number) = own.place(start) else { return };
-        let way = Way::Pieces {
+        let access = ExportHandle::Pieces {
             handle,
             sizes: pieces.iter().map(|piece| piece.bytes as u64).collect(),
             ticket,
         };
-        self.enter(&mut own, number, Entry::Pieces(pieces.into()), way);
+        self.enter(&mut own, number, Export::Pieces(pieces.into()), access);
     }
 
-    /// The pieces that were shown under a number, if they are still the same.
+    /// The pieces that were exported under a number, if they are still the same.
     fn pieces(&self, number: u32, generation: u32) -> Option<Arc<[Piece]>> {
         let own = lock(&self.own);
         let number = number as usize;
         match own.entries.get(number)? {
-            Some(Entry::Pieces(pieces)) if own.generations[number] == generation => Some(pieces.clone()),
+            Some(Export::Pieces(pieces)) if own.generations[number] == generation => Some(pieces.clone()),
             _ => None,
         }
     }
 
-    /// Enters it under a number that is free, and tells the others.
-    fn enter(&self, own: &mut Own, number: usize, entry: Entry, way: Way) -> Option<ExportedBuffer> {
+    /// Enters an export under a free number, and sends it to the other ranks.
+    fn enter(
+        &self,
+        own: &mut Exports,
+        number: usize,
+        entry: Export,
+        access: ExportHandle,
+    ) -> Option<ExportedBuffer> {
         own.entries[number] = Some(entry);
-        // Never 0, which says that nothing was shown.
+        // Never 0, which says that nothing was exported.
         own.generations[number] = own.generations[number].wrapping_add(1).max(1);
-        let shown = own.shown(number)?;
-        // Under the lock: what is shown under a number and what is taken back arrive in this order.
-        self.tell(&Message::show(&shown, way));
+        let exported = own.exported(number)?;
+        // Under the lock: an export under a number and its withdrawal arrive in this order.
+        self.send(&Message::export(&exported, access));
         // Nobody is there in the end.
-        let _ = self.events.send(Event::Shown);
-        Some(shown)
+        let _ = self.events.send(Event::Exported);
+        Some(exported)
     }
 
-    fn tell(&self, message: &Message) {
+    fn send(&self, message: &Message) {
         let bytes = message.encode();
         for rank in self.others() {
-            // Who is gone maps nothing: operations with it fail, and not for this.
+            // A rank that is gone imports nothing: operations with it fail anyway.
             (self.post)(Some(rank), &bytes);
         }
     }
 
-    /// Takes back what is gone.
-    fn sweep(&self, device: &dyn Device, own: &mut Own) {
+    /// Withdraws what is gone.
+    fn sweep(&self, device: &dyn Device, own: &mut Exports) {
         for number in 0..own.entries.len() {
-            let gone = |entry: &mut Entry| !entry.is_here(device, self.device);
+            let gone = |entry: &mut Export| !entry.is_here(device, self.device);
             let Some(entry) = own.entries[number].take_if(gone) else {
                 continue;
             };
-            if let Entry::Whole { id, .. } = entry {
+            if let Export::Whole { id, .. } = entry {
                 own.by_id.remove(&id);
             }
-            self.take_back(own, number);
+            self.withdraw(own, number);
         }
     }
 
-    /// The others let go of what was shown under a number.
-    fn take_back(&self, own: &Own, number: usize) {
-        self.tell(&Message::TakeBack {
+    /// Has the other ranks close what was exported under a number.
+    fn withdraw(&self, own: &Exports, number: usize) {
+        self.send(&Message::Withdraw {
             number: number as u32,
             generation: own.generations[number],
         });
     }
 
-    /// Takes back what was shown by pieces and is not registered any more.
-    fn take_back_pieces(&self, is_registered: impl Fn(Range<usize>) -> bool) {
+    /// Withdraws pieces that are no longer registered.
+    fn withdraw_pieces(&self, is_registered: impl Fn(Range<usize>) -> bool) {
         let mut own = lock(&self.own);
         for number in 0..own.entries.len() {
-            let over = |entry: &mut Entry| entry.range().is_some_and(|range| !is_registered(range));
+            let over = |entry: &mut Export| entry.range().is_some_and(|range| !is_registered(range));
             if own.entries[number].take_if(over).is_some() {
-                self.take_back(&own, number);
+                self.withdraw(&own, number);
             }
         }
     }
 
-    /// Where it stands with another rank which generation of what that has shown this one has mapped.
-    fn mapped_at(&self, from: u32, number: u32) -> u64 {
+    /// The address, in another rank's peer memory, of the generation that this rank has imported from it.
+    fn imported_at(&self, from: u32, number: u32) -> u64 {
         let offset = imported_by_offset(self.bases.len(), self.rank, number);
         self.bases[from as usize] + offset as u64
     }
 
-    /// Maps what another rank has shown, and says so where its kernels look.
-    fn map(&self, device: &dyn Device, offer: &Offer) -> Result<()> {
-        let (from, number, generation) = (offer.from, offer.number, offer.generation);
-        let Some(mapped) = self.mapped.upgrade() else {
+    /// Imports a buffer of another rank, and writes that to where kernels look.
+    fn import(&self, device: &dyn Device, import: &Import) -> Result<()> {
+        let (from, number, generation) = (import.from, import.number, import.generation);
+        let Some(imported) = self.imported.upgrade() else {
             return Ok(());
         };
         let ranks = self.bases.len();
-        let Reached { base, memory, .. } = match &offer.way {
-            Way::Whole(handle) => device.reach_share(handle)?,
-            Way::Pieces {
+        let Reached { base, memory, .. } = match &import.access {
+            ExportHandle::Whole(handle) => device.reach_share(handle)?,
+            ExportHandle::Pieces {
                 handle,
                 sizes,
                 ticket,
@@ -297,54 +319,57 @@ impl Table {
             self.bases[self.rank as usize] + imported_offset(ranks, from, number) as u64,
             &bytes,
         )?;
-        let memory = MappedMemory::new(generation, base, memory);
-        lock(&mapped).insert((from, number), Arc::new(memory));
-        device.write_share(self.mapped_at(from, number), &generation.to_le_bytes())?;
+        let memory = ImportedBuffer::new(generation, base, memory);
+        lock(&imported).insert((from, number), Arc::new(memory));
+        device.write_share(self.imported_at(from, number), &generation.to_le_bytes())?;
         tracing::info!(target: log::INIT, "Mapped memory {number} (generation {generation}) of rank {from}");
         Ok(())
     }
 
-    /// Maps it, or keeps it for later.
-    fn try_to_map(&self, device: &dyn Device, mut offer: Offer, pending: &mut Vec<Offer>) {
-        let Err(error) = self.map(device, &offer) else {
+    /// Imports a buffer, or keeps it for later.
+    fn try_import(&self, device: &dyn Device, mut import: Import, pending: &mut Vec<Import>) {
+        let Err(error) = self.import(device, &import) else {
             return;
         };
-        lock(&self.failures).insert((offer.from, offer.number), (offer.generation, error.text.clone()));
-        offer.tries += 1;
-        if offer.tries == 1 || offer.tries == TRIES {
-            tracing::info!(target: log::INIT, "Memory of rank {} cannot be mapped: {}", offer.from, error.text);
+        lock(&self.failures).insert(
+            (import.from, import.number),
+            (import.generation, error.text.clone()),
+        );
+        import.tries += 1;
+        if import.tries == 1 || import.tries == TRIES {
+            tracing::info!(target: log::INIT, "Memory of rank {} cannot be mapped: {}", import.from, error.text);
         }
-        if offer.tries < TRIES {
-            pending.push(offer);
+        if import.tries < TRIES {
+            pending.push(import);
         }
     }
 
-    fn handle(&self, device: &dyn Device, from: u32, message: Message, pending: &mut Vec<Offer>) {
+    fn handle(&self, device: &dyn Device, from: u32, message: Message, pending: &mut Vec<Import>) {
         if !self.others().any(|other| other == from) || from as usize >= self.bases.len() {
             return;
         }
         match message {
-            Message::Show {
+            Message::Export {
                 number,
                 generation,
-                way,
+                access,
             } => {
-                let offer = Offer {
+                let import = Import {
                     from,
                     number,
                     generation,
-                    way,
+                    access,
                     tries: 0,
                 };
-                self.try_to_map(device, offer, pending);
+                self.try_import(device, import, pending);
             }
-            Message::TakeBack { number, .. } => {
-                pending.retain(|offer| (offer.from, offer.number) != (from, number));
-                if let Some(mapped) = self.mapped.upgrade() {
+            Message::Withdraw { number, .. } => {
+                pending.retain(|import| (import.from, import.number) != (from, number));
+                if let Some(imported) = self.imported.upgrade() {
                     // From here on nobody is told that it is mapped, by replays of graphs neither. Who has been told is waited for where it is
                     // closed. If the device fails, nothing runs any more.
-                    let _ = device.write_share(self.mapped_at(from, number), &0u32.to_le_bytes());
-                    lock(&mapped).remove(&(from, number));
+                    let _ = device.write_share(self.imported_at(from, number), &0u32.to_le_bytes());
+                    lock(&imported).remove(&(from, number));
                 }
             }
         }
@@ -364,11 +389,11 @@ impl Table {
             };
             match event {
                 Ok(Event::Message(from, message)) => self.handle(&**device, from, message, &mut pending),
-                Ok(Event::Shown) => {}
+                Ok(Event::Exported) => {}
                 Err(RecvTimeoutError::Timeout) => {
                     self.sweep(&**device, &mut lock(&self.own));
-                    for offer in std::mem::take(&mut pending) {
-                        self.try_to_map(&**device, offer, &mut pending);
+                    for import in std::mem::take(&mut pending) {
+                        self.try_import(&**device, import, &mut pending);
                     }
                 }
                 Ok(Event::End) | Err(RecvTimeoutError::Disconnected) => return,
@@ -377,12 +402,12 @@ impl Table {
     }
 }
 
-/// Why others do not map what they could be shown.
-fn stays_closed(start: usize, why: &dyn std::fmt::Display) {
+/// Logs why a buffer is not exported.
+fn log_not_exported(start: usize, why: &dyn std::fmt::Display) {
     tracing::info!(target: log::INIT, "Memory at {start:#x} stays closed to other processes: {why}");
 }
 
-impl Maps {
+impl BufferExchange {
     /// Of a communicator with ranks of other processes; `near` are the devices of the other ranks of this one.
     ///
     /// # Errors
@@ -391,21 +416,21 @@ impl Maps {
         device: i32,
         peers: &PeerMemory,
         near: Vec<i32>,
-        mapped: &Arc<Mapped>,
+        imported: &Arc<ImportedBuffers>,
         post: Post,
         inbox: Inbox,
     ) -> Result<Self> {
-        let table = Arc::new(Table {
+        let shared = Arc::new(Shared {
             device,
             rank: peers.rank,
             bases: peers.bases.clone(),
             foreign: peers.foreign,
             near,
-            mapped: Arc::downgrade(mapped),
+            imported: Arc::downgrade(imported),
             post,
-            of_captured: crate::env::switch("NCCL_GRAPH_REGISTER", true),
-            of_all: crate::env::switch("RINGSIGHT_MAP_BUFFERS", false),
-            own: Mutex::new(Own {
+            of_captured: ringsight_comm_base::env::switch("NCCL_GRAPH_REGISTER", true),
+            of_all: ringsight_comm_base::env::switch("RINGSIGHT_MAP_BUFFERS", false),
+            own: Mutex::new(Exports {
                 entries: vec![None; MAX_EXPORTS],
                 generations: vec![0; MAX_EXPORTS],
                 by_id: HashMap::new(),
@@ -417,8 +442,8 @@ impl Maps {
         });
         let receiver = inbox.receiver;
         let started = thread::Builder::new().name("rs-maps".into()).spawn({
-            let table = table.clone();
-            move || table.run(&receiver)
+            let shared = shared.clone();
+            move || shared.run(&receiver)
         });
         let thread = started.map_err(|error| {
             Error::new(
@@ -427,60 +452,65 @@ impl Maps {
             )
         })?;
         Ok(Self {
-            table,
-            offers: Mutex::default(),
+            shared,
+            piece_server: Mutex::default(),
             thread: Mutex::new(Some(thread)),
         })
     }
 
-    /// What a buffer of an operation is in, shown to all ranks of other processes; `None` if it is not.
-    pub(crate) fn of_operation(
+    /// The exported allocation that a buffer of an operation is in; `None` if it is not exported.
+    pub(crate) fn export_for_operation(
         &self,
         device: &dyn Device,
         (address, bytes): (usize, usize),
         captured: bool,
     ) -> Option<ExportedBuffer> {
-        let may_be_new = self.table.of_all || captured && self.table.of_captured;
-        self.table.show(device, address, bytes, may_be_new)
+        let may_be_new = self.shared.of_all || captured && self.shared.of_captured;
+        self.shared.export(device, address, bytes, may_be_new)
     }
 
-    /// Shows what a buffer is in that the caller has registered, if that can be.
+    /// Exports the memory of a buffer that the caller has registered, if that is possible.
     pub(super) fn register(&self, device: &dyn Device, address: usize, bytes: usize) {
-        if self.table.show(device, address, bytes, true).is_none() {
-            self.table.show_pieces(device, (address, bytes), || self.ticket());
+        if self.shared.export(device, address, bytes, true).is_none() {
+            self.shared
+                .export_pieces(device, (address, bytes), || self.ticket());
         }
     }
 
-    /// Something is not registered any more; `is_registered` tells whether anything still is in a range of addresses.
+    /// Withdraws what is no longer registered; `is_registered` says whether a range of addresses still has something that is.
     pub(super) fn deregister(&self, is_registered: impl Fn(Range<usize>) -> bool) {
-        self.table.take_back_pieces(is_registered);
+        self.shared.withdraw_pieces(is_registered);
     }
 
-    /// What others ask for pieces with.
+    /// The ticket with which other ranks fetch pieces.
     fn ticket(&self) -> io::Result<Ticket> {
-        let mut offers = lock(&self.offers);
-        let offers = match &mut *offers {
-            Some(offers) => offers,
+        let mut piece_server = lock(&self.piece_server);
+        let piece_server = match &mut *piece_server {
+            Some(piece_server) => piece_server,
             none => {
-                let table = Arc::downgrade(&self.table);
-                let find = move |number, generation| table.upgrade()?.pieces(number, generation);
-                none.insert(Offers::new(self.table.device, self.table.rank, Box::new(find))?)
+                let shared = Arc::downgrade(&self.shared);
+                let find = move |number, generation| shared.upgrade()?.pieces(number, generation);
+                none.insert(PieceServer::new(
+                    self.shared.device,
+                    self.shared.rank,
+                    Box::new(find),
+                )?)
             }
         };
-        Ok(offers.ticket().clone())
+        Ok(piece_server.ticket().clone())
     }
 
-    /// The communicator ends: nothing is mapped any more.
+    /// The communicator ends: nothing is imported any more.
     pub(super) fn stop(&self) {
         // Relaxed: a request to end, which orders nothing.
-        self.table.ending.store(true, Ordering::Relaxed);
+        self.shared.ending.store(true, Ordering::Relaxed);
         // Not under the lock: its thread is waited for.
-        let offers = lock(&self.offers).take();
-        drop(offers);
+        let piece_server = lock(&self.piece_server).take();
+        drop(piece_server);
         let thread = lock(&self.thread).take();
         if let Some(thread) = thread {
             // It is over already where there is no device.
-            let _ = self.table.events.send(Event::End);
+            let _ = self.shared.events.send(Event::End);
             // A panic has been told of already.
             let _ = thread.join();
         }

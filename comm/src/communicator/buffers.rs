@@ -3,9 +3,10 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use ringsight_comm_base::error::{Error, Result};
+
 use crate::{
     device::{Device, DeviceError, Stream},
-    error::{Error, Result},
     op::Request,
 };
 
@@ -72,7 +73,7 @@ impl When {
 impl Buffers {
     /// As the environment says.
     pub(crate) fn read() -> Result<Self> {
-        When::parse(crate::env::text("NCCL_CHECK_POINTERS").as_deref()).map(Self::new)
+        When::parse(ringsight_comm_base::env::text("NCCL_CHECK_POINTERS").as_deref()).map(Self::new)
     }
 
     fn new(when: When) -> Self {

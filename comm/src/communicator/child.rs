@@ -2,12 +2,15 @@
 
 use std::{collections::HashMap, sync::Arc};
 
+use ringsight_comm_base::{
+    error::{Error, Result, ResultCode},
+    sync::lock,
+};
 use ringsight_kernels::AbortWord;
 
-use super::{Communicator, Config, Lifecycle, init::Making, lock};
+use super::{Communicator, Config, Lifecycle, init::Making};
 use crate::{
     bootstrap::{self, fnv1a},
-    error::{Error, Result, ResultCode},
     observe, watchdog,
 };
 
@@ -157,7 +160,7 @@ impl ChildJob {
             parent: parent.id,
             device: parent.device,
             config: &self.config,
-            share: share.then(|| (parent.membership.family.clone(), proxy_ranks().collect())),
+            share: share.then(|| (parent.membership.proxy.clone(), proxy_ranks().collect())),
             start_ns,
             watchdog: watchdog::Settings::read(&self.config.name)?,
         };

@@ -1,11 +1,12 @@
 //! What a caller may choose for a communicator, and what the environment makes of it.
 
-use crate::{
+use ringsight_comm_base::{
     env,
     error::{Error, Result},
     log,
-    transport::rdma::NetworkChoice,
 };
+
+use crate::transport::rdma::NetworkChoice;
 
 /// Most channels of a communicator: descriptions carry them as a mask of 64 bits.
 pub(super) const MAX_CHANNELS: u32 = 32;
@@ -172,7 +173,7 @@ impl Config {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::ResultCode;
+    use ringsight_comm_base::error::ResultCode;
 
     fn with(config: Config, variables: &[(&str, &str)]) -> Result<Config> {
         config.overridden_by(&|name| {

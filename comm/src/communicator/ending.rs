@@ -2,14 +2,15 @@
 
 use std::{sync::atomic::Ordering, time::Duration};
 
+use ringsight_comm_base::{
+    error::{Error, Result, ResultCode},
+    fork,
+    sync::lock,
+};
 use ringsight_records::{Kind, State};
 
-use super::{Communicator, lock, peers, registry};
-use crate::{
-    device::device,
-    error::{Error, Result, ResultCode},
-    observe,
-};
+use super::{Communicator, peer_memory, registry};
+use crate::{device::device, observe};
 
 /// How long plans on the device may take to notice the abort word.
 const GIVE_UP: Duration = Duration::from_secs(10);
@@ -76,7 +77,7 @@ impl Communicator {
     }
 
     pub(super) fn check_fork(&self) -> Result<()> {
-        if self.fork == observe::fork_generation() {
+        if self.fork == fork::generation() {
             return Ok(());
         }
         Err(registry::of_parent())
@@ -164,9 +165,9 @@ impl Communicator {
         device().is_ok_and(|device| device.fault(self.device).is_some())
     }
 
-    pub(super) fn stop_mapping(&self) {
-        if let Some(maps) = &self.launch.maps {
-            maps.stop();
+    pub(super) fn stop_buffer_exchange(&self) {
+        if let Some(exchange) = &self.launch.buffer_exchange {
+            exchange.stop();
         }
     }
 
@@ -199,14 +200,14 @@ impl Communicator {
             let _ = device.restore(before);
         }
         drop(planner);
-        self.stop_mapping();
+        self.stop_buffer_exchange();
         self.membership.leave(&self.launch.connector);
         self.launch.checks.stop();
         self.bootstrap.leave(state == State::ABORTED);
         lock(&self.table).take();
         if !self.ended.swap(true, Ordering::Relaxed) {
             tracing::info!(
-                target: crate::log::INIT,
+                target: ringsight_comm_base::log::INIT,
                 "comm {:#x} rank {} nranks {} cudaDev {} - {} COMPLETE",
                 self.id,
                 self.rank,
@@ -242,9 +243,9 @@ impl Communicator {
                 .launch
                 .peers
                 .as_ref()
-                .is_none_or(|peers| peers::is_settled(peers, &failed));
-            if let Some(near) = &self.near {
-                near.settle(&failed);
+                .is_none_or(|peers| peer_memory::is_settled(peers, &failed));
+            if let Some(fifos) = &self.device_fifos {
+                fifos.settle(&failed);
             }
             Ok(settled)
         });

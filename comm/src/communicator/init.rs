@@ -2,28 +2,32 @@
 
 use std::sync::{Arc, Mutex, OnceLock, atomic::AtomicBool};
 
+use ringsight_comm_base::{
+    error::{Error, Result, ResultCode},
+    fork, log,
+    sync::lock,
+};
 use ringsight_kernels::PeerMemory;
 use ringsight_records::{Kind, State, pages};
 
 use super::{
-    Buffers, Communicator, Config, Planner, Registrations, arenas,
-    family::{Family, Membership},
+    Buffers, Communicator, Config, Planner, Registrations, device_fifos,
     lifecycle::Lifecycle,
     losses::{self, Losses},
-    peers,
+    negotiation::{NegotiatedParameters, Proposal},
+    peer_memory,
     reduce_ops::ReduceOps,
     sequence::Sequences,
-    terms::{Agreement, Terms},
+    shared_proxy::{Membership, SharedProxy},
     windows::Windows,
 };
 use crate::{
     bootstrap::{self, Bootstrap, UniqueId, fnv1a},
-    buffer_exchange::{Inbox, Letters, Maps},
+    buffer_exchange::{BufferExchange, Inbox, InboxSender},
     checks::{Checks, Post},
     device::device,
-    error::{Error, Result, ResultCode},
     launch::{LaunchContext, LaunchQueue, Order, Posting, SubmittedPlans},
-    log, observe,
+    observe,
     plan::Capabilities,
     progress::RetireQueue,
     proxy::{Connector, Proxy},
@@ -68,17 +72,17 @@ fn post_over(bootstrap: &Arc<Bootstrap>) -> Post {
     })
 }
 
-/// Who is told of control messages: the checks, the letters, and `also`.
+/// Who is told of control messages: the checks, the inbox_sender, and `also`.
 fn hear(
     bootstrap: &Bootstrap,
     checks: &Arc<Checks>,
-    letters: Letters,
+    inbox_sender: InboxSender,
     also: impl Fn(u32, &[u8]) + Send + Sync + 'static,
 ) {
     let checks = checks.clone();
     bootstrap.on_control(Arc::new(move |from, bytes| {
         checks.control(from, bytes);
-        letters.control(from, bytes);
+        inbox_sender.control(from, bytes);
         also(from, bytes);
     }));
 }
@@ -153,7 +157,7 @@ pub(super) struct Making<'a> {
     pub(super) device: i32,
     pub(super) config: &'a Config,
     /// The proxy that it may share, and its ranks as that one counts them.
-    pub(super) share: Option<(Arc<Family>, Arc<[u32]>)>,
+    pub(super) share: Option<(Arc<SharedProxy>, Arc<[u32]>)>,
     /// When the call began.
     pub(super) start_ns: u64,
     /// Read before the others are met: who cannot read them does not come. `None` if the watchdog is off.
@@ -191,66 +195,66 @@ impl Making<'_> {
         made.map_err(|error| losses.reason(error))
     }
 
-    /// Agrees on the terms and connects.
+    /// Agrees on the proposals and connects.
     fn connect(&self, bootstrap: &Arc<Bootstrap>, id: u64, losses: &Losses) -> Result<Arc<Communicator>> {
         let (rank, ranks, device) = (bootstrap.rank(), bootstrap.ranks(), self.device);
         let abort = self.life.abort_word().clone();
         let checks = checks_over(bootstrap, self.life);
-        let terms: Vec<Terms> = bootstrap
-            .all_gather(&Terms::mine(self.config, self.share.is_some())?.to_bytes())?
+        let proposals: Vec<Proposal> = bootstrap
+            .all_gather(&Proposal::mine(self.config, self.share.is_some())?.to_bytes())?
             .iter()
             .map(|bytes| {
-                Terms::from_bytes(bytes)
-                    .ok_or_else(|| Error::new(ResultCode::RemoteError, "a rank's terms cannot be read"))
+                Proposal::from_bytes(bytes)
+                    .ok_or_else(|| Error::new(ResultCode::RemoteError, "a rank's proposals cannot be read"))
             })
             .collect::<Result<_>>()?;
-        let Agreement {
+        let NegotiatedParameters {
             channels,
-            near_channels,
+            device_fifo_channels,
             slot_bytes,
             work_fifo_depth,
             share,
             one_shot,
             limits,
-        } = Terms::agree(&terms);
+        } = Proposal::agree(&proposals);
         let faults = self.life.faults().clone();
         let shared = self.share.as_ref().filter(|_| share);
-        let (family, domain, proxy_ranks) = match shared {
+        let (shared, domain, proxy_ranks) = match shared {
             None => {
                 let choice =
                     NetworkChoice::parse(self.config.net_name.as_deref()).unwrap_or(NetworkChoice::Any);
                 (
-                    Family::new(bootstrap, slot_bytes, (choice, self.config.traffic_class))?,
+                    SharedProxy::new(bootstrap, slot_bytes, (choice, self.config.traffic_class))?,
                     0,
                     (0..ranks).collect(),
                 )
             }
-            Some((family, proxy_ranks)) => (family.clone(), id, proxy_ranks.clone()),
+            Some((shared, proxy_ranks)) => (shared.clone(), id, proxy_ranks.clone()),
         };
         // That of a shared proxy stands.
-        let slot_bytes = family.proxy.config().slot_bytes;
-        let membership = Membership::new(&family, domain, id, &checks);
+        let slot_bytes = shared.proxy.config().slot_bytes;
+        let membership = Membership::new(&shared, domain, id, &checks);
         let info = RankInfo::local(
             rank,
             self.device,
-            family.proxy.address(),
+            shared.proxy.address(),
             observe::LIBRARY_VERSION,
         )
         .at(crate::device::device()?.bus_id(self.device));
         let topology = Arc::new(Topology::exchange(bootstrap, info)?);
-        let near = near_channels
-            .map(|wanted| arenas::connect(bootstrap, &topology, wanted, slot_bytes))
+        let device_fifos = device_fifo_channels
+            .map(|wanted| device_fifos::connect(bootstrap, &topology, wanted, slot_bytes))
             .transpose()?
             .flatten();
-        let arena = near.as_ref().map(|near| near.arena.clone());
+        let arena = device_fifos.as_ref().map(|fifos| fifos.arena.clone());
         // One number for all ranks: what is asked for over GPUs' memory where that is all there is.
-        let channels = near
+        let channels = device_fifos
             .as_ref()
-            .filter(|near| near.is_whole)
-            .map_or(channels, |near| near.arena.channels() as u32);
-        family.choose_ports(&topology, (&**crate::device::device()?, device), channels);
+            .filter(|fifos| fifos.is_whole)
+            .map_or(channels, |fifos| fifos.arena.channels() as u32);
+        shared.choose_ports(&topology, (&**crate::device::device()?, device), channels);
         let patience = bootstrap::default_timeout()?;
-        let connector = Connector::new(topology.clone(), family.proxy.clone(), abort.clone(), patience)
+        let connector = Connector::new(topology.clone(), shared.proxy.clone(), abort.clone(), patience)
             .over_shared_proxies(domain, proxy_ranks.clone())
             .with_arena(arena);
         topology.log_rings(channels);
@@ -259,48 +263,48 @@ impl Making<'_> {
             membership.leave(&connector);
         }
         let rings = connected?;
-        if family.knows_silence() {
+        if shared.knows_silence() {
             // The interface that ranks find each other by may be a port that operations survive.
             bootstrap.bear_silence();
         }
         let peers_ended_well = Arc::new(AtomicBool::new(false));
         // Before the others may be ready.
         let inbox = Inbox::new();
-        let letters = inbox.letters();
-        hear(bootstrap, &checks, letters.clone(), |_, _| {});
+        let inbox_sender = inbox.sender();
+        hear(bootstrap, &checks, inbox_sender.clone(), |_, _| {});
         let most = self.config.max_channels;
-        let peers = peers::connect(
+        let peers = peer_memory::connect(
             bootstrap,
             &topology,
             &rings,
             &peers_ended_well,
-            near.as_ref(),
+            device_fifos.as_ref(),
             most,
         )
         .inspect_err(|_| membership.leave(&connector))?;
         let (peers, apart) = match peers {
-            Ok(peers) => (Some(peers), peers::Apart::new()),
+            Ok(peers) => (Some(peers), peer_memory::Apart::new()),
             Err(apart) => (None, apart),
         };
-        let maps = peers
+        let exchange = peers
             .as_ref()
             .filter(|(peers, _)| {
-                peers.foreign != 0 && (limits.have_engines(ranks) || !limits.never_straight())
+                peers.foreign != 0 && (limits.use_copy_engines(ranks) || !limits.never_zero_copy())
             })
             .map(|(peers, mapped)| {
                 let near = devices_near(&topology, peers);
-                Maps::new(self.device, peers, near, mapped, post_over(bootstrap), inbox)
+                BufferExchange::new(self.device, peers, near, mapped, post_over(bootstrap), inbox)
             })
             .transpose()
             .inspect_err(|_| membership.leave(&connector))?;
         let peers = peers.map(|(peers, _)| peers);
-        let watch = self.watch(id, bootstrap, &topology, (&checks, letters), &family.proxy)?;
+        let watch = self.watch(id, bootstrap, &topology, (&checks, inbox_sender), &shared.proxy)?;
         losses.hand_over(&checks, watch.as_deref());
         let journal = (topology.nodes() > 1)
             .then(|| crate::device::device()?.journal())
             .transpose()
             .inspect_err(|_| membership.leave(&connector))?;
-        let posting = Posting::new(id, (&family.proxy, &family.proxied), &abort, journal);
+        let posting = Posting::new(id, (&shared.proxy, &shared.outstanding), &abort, journal);
         // For kernels among peers: all others are no better for it.
         let launcher = peers
             .is_some()
@@ -309,14 +313,14 @@ impl Making<'_> {
             .inspect_err(|_| membership.leave(&connector))?
             .flatten();
         let retired: Arc<RetireQueue> = Arc::default();
-        let whole_near = near.as_ref().filter(|near| near.is_whole);
+        let whole_fifos = device_fifos.as_ref().filter(|fifos| fifos.is_whole);
         let capabilities = Capabilities {
             rank,
             ranks,
             topology: topology.clone(),
             channels: rings.len(),
             slot_bytes,
-            near_parts: whole_near.map(|near| near.arena.parts()),
+            device_fifo_parts: whole_fifos.map(|fifos| fifos.arena.parts()),
             work_fifo_depth,
             one_shot,
             peer_access: peers.is_some(),
@@ -336,7 +340,7 @@ impl Making<'_> {
                 rings,
                 connector,
                 peers,
-                maps,
+                buffer_exchange: exchange,
                 posting,
                 abort,
                 retired: retired.clone(),
@@ -344,7 +348,7 @@ impl Making<'_> {
                 watch,
             },
             peers_ended_well,
-            near,
+            device_fifos,
             reduce_ops: ReduceOps::default(),
             life: self.life.clone(),
             membership,
@@ -361,12 +365,12 @@ impl Making<'_> {
             bootstrap: bootstrap.clone(),
             children: Mutex::default(),
             registrations: Registrations::default(),
-            windows: Windows::new(limits.have_engines(ranks)),
+            windows: Windows::new(limits.use_copy_engines(ranks)),
             buffers: Buffers::read()?,
             finalized: AtomicBool::new(false),
             given_up: OnceLock::new(),
             ended: AtomicBool::new(false),
-            fork: observe::fork_generation(),
+            fork: fork::generation(),
             table: Mutex::new(None),
         };
         communicator.enter(self.start_ns, self.parent, &apart);
@@ -392,7 +396,7 @@ impl Making<'_> {
         id: u64,
         bootstrap: &Arc<Bootstrap>,
         topology: &Arc<Topology>,
-        (checks, letters): (&Arc<Checks>, Letters),
+        (checks, inbox_sender): (&Arc<Checks>, InboxSender),
         proxy: &Proxy,
     ) -> Result<Option<watchdog::RegisteredWatch>> {
         let Some(settings) = self.watchdog else {
@@ -403,7 +407,7 @@ impl Making<'_> {
                 checks: checks.clone(),
                 post: post_over(bootstrap),
             };
-            hear(bootstrap, checks, letters, move |from, bytes| {
+            hear(bootstrap, checks, inbox_sender, move |from, bytes| {
                 responder.on_control_message(from, bytes);
             });
             return Ok(None);
@@ -436,7 +440,7 @@ impl Making<'_> {
             Box::new(move || report.into_iter().for_each(watchdog::Report::log))
         }));
         let watching = Arc::downgrade(&watch);
-        hear(bootstrap, checks, letters, move |from, bytes| {
+        hear(bootstrap, checks, inbox_sender, move |from, bytes| {
             if let Some(watch) = watching.upgrade() {
                 watch.on_control_message(from, bytes);
             }
@@ -486,7 +490,7 @@ impl Communicator {
                 (self.launch.capabilities.one_shot, pages::Communicator::ONE_SHOT),
                 (self.launch.peers.is_some(), pages::Communicator::PEERS),
                 (
-                    self.launch.capabilities.limits.engine_bytes == 0,
+                    self.launch.capabilities.limits.copy_engine_bytes == 0,
                     pages::Communicator::ZERO_CTA,
                 ),
             ]
@@ -506,7 +510,7 @@ impl Communicator {
         let claimed = observe::TableEntry::claim(&entry);
         // A slot that no table has says that the communicator is not described.
         let slot = claimed.as_ref().map_or(u64::MAX, |entry| entry.slot() as u64);
-        *super::lock(&self.table) = claimed;
+        *lock(&self.table) = claimed;
         observe::emit(&self.lifecycle(Kind::CommInit, State::STOP, slot));
     }
 }

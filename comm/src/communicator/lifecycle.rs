@@ -9,14 +9,14 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ringsight_comm_base::{
+    error::{Error, Result, ResultCode},
+    sync::lock,
+    threads,
+};
 use ringsight_kernels::AbortWord;
 
-use super::lock;
-use crate::{
-    error::{Error, Result, ResultCode},
-    threads,
-    watchdog::FailureControl,
-};
+use crate::watchdog::FailureControl;
 
 /// Failures that happen behind the caller's back.
 #[derive(Debug, Default)]
@@ -91,7 +91,7 @@ impl FailureControl for Lifecycle {
 }
 
 fn say(error: &Error) {
-    tracing::warn!(target: crate::log::INIT, "the communicator has failed: {error}");
+    tracing::warn!(target: ringsight_comm_base::log::INIT, "the communicator has failed: {error}");
 }
 
 /// What stays with a handle while the communicator behind it comes and goes.

@@ -5,11 +5,14 @@ use std::{
     time::Duration,
 };
 
-use super::lock;
+use ringsight_comm_base::{
+    error::{Error, ResultCode},
+    sync::lock,
+};
+
 use crate::{
     bootstrap::{self, Bootstrap, sys},
     checks::Checks,
-    error::{Error, ResultCode},
     watchdog::Watch,
 };
 

@@ -1,31 +1,31 @@
 //! A communicator: one rank's part in a set of ranks.
 
-mod arenas;
 mod buffers;
 mod child;
 mod config;
+mod device_fifos;
 mod ending;
-mod family;
 mod init;
 mod lifecycle;
 mod losses;
-mod peers;
+mod negotiation;
+mod peer_memory;
 mod reduce_ops;
 mod registration;
 mod registry;
 mod scratch;
 mod sequence;
-mod terms;
+mod shared_proxy;
 mod windows;
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, atomic::AtomicBool};
 
+use ringsight_comm_base::error::{Error, Result};
 use ringsight_records::{Kind, Record, State};
 
 use crate::{
     bootstrap::Bootstrap,
     device::{Device, device},
-    error::{Error, Result},
     launch::{LaunchContext, LaunchQueue},
     observe,
     topology::Topology,
@@ -34,7 +34,7 @@ use crate::{
 
 /// Feeds bytes to the parser of what ranks agree on, for [`crate::fuzzing`].
 pub(crate) fn fuzz(data: &[u8]) {
-    terms::Terms::fuzz(data);
+    negotiation::Proposal::fuzz(data);
 }
 
 pub(crate) use buffers::Buffers;
@@ -71,11 +71,11 @@ pub struct Communicator {
     /// All operations have come to their end, and no more will come: who shares memory may free it.
     peers_ended_well: Arc<AtomicBool>,
     /// FIFOs in the memory of GPUs, if there are any.
-    near: Option<arenas::Shared>,
+    device_fifos: Option<device_fifos::DeviceFifos>,
     /// Reductions that the caller made.
     pub(crate) reduce_ops: ReduceOps,
     life: Arc<Lifecycle>,
-    membership: family::Membership,
+    membership: shared_proxy::Membership,
     /// Its ranks, as its proxy counts them.
     proxy_ranks: Arc<[u32]>,
     faults: Arc<Faults>,
@@ -91,7 +91,7 @@ pub struct Communicator {
     /// Which call terminated its operations, leaving it only to be destroyed and to make children from.
     given_up: OnceLock<&'static str>,
     ended: AtomicBool,
-    /// Which process it belongs to; see [`observe::fork_generation`].
+    /// Which process it belongs to; see [`fork::generation`].
     fork: u32,
     table: Mutex<Option<observe::TableEntry>>,
 }
@@ -175,7 +175,7 @@ impl Drop for Communicator {
         // not there.
         if self.check_fork().is_ok() {
             self.launch.checks.stop();
-            self.stop_mapping();
+            self.stop_buffer_exchange();
         }
     }
 }

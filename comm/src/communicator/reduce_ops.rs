@@ -9,13 +9,12 @@ use std::{
     },
 };
 
-use ringsight_kernels::Scalar;
-use ringsight_records::{DataType, ReduceOp};
-
 use ringsight_comm_base::{
     error::{Error, Result},
     sync::lock,
 };
+use ringsight_kernels::Scalar;
+use ringsight_records::{DataType, ReduceOp};
 
 /// `ncclNumOps`: smaller numbers are the built-in reductions.
 const BUILT_IN: u32 = 5;
@@ -109,7 +108,7 @@ fn unknown(number: c_int) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::ResultCode;
+    use ringsight_comm_base::error::ResultCode;
 
     #[test]
     fn numbers_belong_to_one_communicator_until_destroyed() {

@@ -15,11 +15,13 @@ use std::{
     },
 };
 
-use super::{Communicator, lock};
-use crate::{
+use ringsight_comm_base::{
     error::{Error, Result},
     log,
+    sync::lock,
 };
+
+use super::Communicator;
 
 /// Registration goes by pages; windows begin at one (`NCCL_WIN_REQUIRED_ALIGNMENT`).
 pub const PAGE: usize = 4096;
@@ -138,8 +140,8 @@ impl Communicator {
     /// It is none of this communicator's.
     pub(crate) fn deregister(&self, name: &str, handle: usize) -> Result<()> {
         self.registrations.remove(name, handle)?;
-        if let Some(maps) = &self.launch.maps {
-            maps.deregister(|addresses| self.registrations.overlaps(&addresses));
+        if let Some(exchange) = &self.launch.buffer_exchange {
+            exchange.deregister(|addresses| self.registrations.overlaps(&addresses));
         }
         Ok(())
     }
@@ -151,9 +153,11 @@ impl Communicator {
 
     /// Lets other processes map a buffer before the first operation that uses it, if they can.
     fn show(&self, address: usize, bytes: usize) {
-        let Some(maps) = &self.launch.maps else { return };
+        let Some(exchange) = &self.launch.buffer_exchange else {
+            return;
+        };
         let shown = self.on_device(|device| {
-            maps.register(device, address, bytes);
+            exchange.register(device, address, bytes);
             Ok(())
         });
         if let Err(error) = shown {
@@ -165,7 +169,7 @@ impl Communicator {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::ResultCode;
+    use ringsight_comm_base::error::ResultCode;
 
     #[test]
     fn overlaps_are_allowed_and_contained_buffers_share_a_handle() {

@@ -7,18 +7,18 @@
 use std::{
     collections::HashMap,
     hash::{BuildHasherDefault, Hasher},
-    ptr,
     sync::{
         Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
-        atomic::{AtomicPtr, AtomicUsize, Ordering},
+        atomic::{AtomicUsize, Ordering},
     },
 };
 
-use super::{Communicator, lifecycle::Lifecycle};
-use crate::{
+use ringsight_comm_base::{
     error::{Error, Result, ResultCode},
-    observe,
+    fork::PerProcess,
 };
+
+use super::{Communicator, lifecycle::Lifecycle};
 
 /// The value of an `ncclComm_t`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -56,50 +56,33 @@ impl Hasher for Spread {
 
 /// The handles of one process.
 struct Registry {
-    /// See [`observe::fork_generation`].
-    fork: u32,
     /// Its first handle: those before it are of processes that it descends from.
     first: usize,
     live: RwLock<Live>,
 }
 
-/// That of this process, never freed; a forked child makes another one, without asking for a lock that a thread which does
-/// not exist there may hold.
-static CURRENT: AtomicPtr<Registry> = AtomicPtr::new(ptr::null_mut());
-
-fn current() -> &'static Registry {
-    observe::notice_forks();
-    let fork = observe::fork_generation();
-    loop {
-        // Acquire: pairs with the exchange below; what it points to is there.
-        let pointer = CURRENT.load(Ordering::Acquire);
-        // SAFETY: null, or a registry that is never freed.
-        if let Some(registry) = unsafe { pointer.as_ref() }.filter(|registry| registry.fork == fork) {
-            return registry;
-        }
-        let fresh = Box::into_raw(Box::new(Registry {
-            fork,
+impl Default for Registry {
+    fn default() -> Self {
+        Self {
             // Relaxed: in a child, all that its parent has given out by the fork is there.
             first: NEXT.load(Ordering::Relaxed),
             live: RwLock::default(),
-        }));
-        // Release: see above. Whoever comes second gives its own back.
-        if CURRENT
-            .compare_exchange(pointer, fresh, Ordering::Release, Ordering::Relaxed)
-            .is_err()
-        {
-            // SAFETY: made above, and nobody has seen it.
-            drop(unsafe { Box::from_raw(fresh) });
         }
     }
 }
 
+static REGISTRY: PerProcess<Registry> = PerProcess::new();
+
 fn read() -> RwLockReadGuard<'static, Live> {
-    current().live.read().unwrap_or_else(PoisonError::into_inner)
+    REGISTRY.get().live.read().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn write() -> RwLockWriteGuard<'static, Live> {
-    current().live.write().unwrap_or_else(PoisonError::into_inner)
+    REGISTRY
+        .get()
+        .live
+        .write()
+        .unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What a handle stands for.
@@ -236,7 +219,7 @@ pub fn tear_out(handle: Handle) -> Result<(Arc<Lifecycle>, Option<Arc<Communicat
 fn unknown(handle: Handle) -> Error {
     let given =
         (FIRST..NEXT.load(Ordering::Relaxed)).contains(&handle.0) && (handle.0 - FIRST).is_multiple_of(STEP);
-    if given && handle.0 < current().first {
+    if given && handle.0 < REGISTRY.get().first {
         return of_parent();
     }
     Error::argument(match handle.0 {

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use ringsight_comm_base::{error::Result, log};
 use ringsight_kernels::{
     cuda::{
         collective::has_sum_kernel,
@@ -13,9 +14,8 @@ use ringsight_records::{DataType, Function, ReduceOp};
 
 use super::{
     Communicator,
-    peers::{Memory, reach_all},
+    peer_memory::{Memory, reach_all},
 };
-use crate::{error::Result, log};
 
 impl Communicator {
     /// What a window of `bytes` bytes has of it, which all ranks reach; `None` if it is too short for reductions, or some rank cannot have the memory. All ranks call it,
@@ -30,7 +30,7 @@ impl Communicator {
             self.launch
                 .capabilities
                 .limits
-                .engine_bytes_of(function, self.ranks)
+                .copy_engine_bytes_of(function, self.ranks)
         });
         if !has_kernels || least.into_iter().all(|least| bytes < least) {
             return Ok(None);
@@ -46,7 +46,7 @@ impl Communicator {
     }
 
     fn make_scratch(&self, number: u32) -> Result<std::result::Result<Arc<Scratch>, String>> {
-        let tile_bytes = tile_bytes(self.ranks as usize, self.launch.capabilities.limits.piece_bytes);
+        let tile_bytes = tile_bytes(self.ranks as usize, self.launch.capabilities.limits.tile_bytes);
         let bytes = scratch_bytes(self.ranks as usize, tile_bytes);
         let own = self
             .on_device(|device| Ok(device.share(usize::try_from(bytes).unwrap_or(usize::MAX))?))

@@ -16,18 +16,21 @@ use std::{
     time::Duration,
 };
 
+use ringsight_comm_base::{
+    error::{Error, Result},
+    log,
+    sync::lock,
+};
 use ringsight_kernels::{
     ExportedBuffer,
     launch::{PeerMemory, Scratch, Window},
 };
 use ringsight_records::Function;
 
-use super::{Communicator, init::devices_near, lock};
+use super::{Communicator, init::devices_near};
 use crate::{
     checks::wire::Rest,
     device::Device,
-    error::{Error, Result},
-    log,
     op::{Request, WindowBuffer},
 };
 
@@ -188,7 +191,7 @@ impl Communicator {
                 .launch
                 .capabilities
                 .limits
-                .engine_bytes_of(request.function, self.ranks)
+                .copy_engine_bytes_of(request.function, self.ranks)
         {
             return None;
         }
@@ -226,7 +229,11 @@ impl Communicator {
         let offers: Vec<Offer> = offers.iter().map(|bytes| parse(bytes)).collect();
         let bytes = offers.iter().flatten().map(|(_, bytes, _)| *bytes).min();
         let bytes = bytes.unwrap_or(0);
-        let least = self.launch.capabilities.limits.least_engine_bytes(self.ranks);
+        let least = self
+            .launch
+            .capabilities
+            .limits
+            .least_copy_engine_bytes(self.ranks);
         let window = match self.first_of(offers.iter().map(|offer| offer.as_ref().err())) {
             Some(why) => Err(why),
             // Nothing in it is long enough.
@@ -330,7 +337,11 @@ impl Communicator {
     fn shown(&self, device: &dyn Device, peers: &PeerMemory, part: &Part) -> Option<ExportedBuffer> {
         let buffer = (part.address, part.bytes);
         if peers.foreign != 0 {
-            return self.launch.maps.as_ref()?.of_operation(device, buffer, false);
+            return self
+                .launch
+                .buffer_exchange
+                .as_ref()?
+                .export_for_operation(device, buffer, false);
         }
         let near = devices_near(&self.topology, peers);
         let is_open = device.allocation(buffer.0, buffer.1, self.device).is_some()
@@ -349,9 +360,9 @@ impl Communicator {
                 places.push(address);
                 continue;
             }
-            let maps = self.launch.maps.as_ref().ok_or_else(none)?;
-            let mapped = maps
-                .reached(rank, (shown.number, shown.generation), PATIENCE, || {
+            let exchange = self.launch.buffer_exchange.as_ref().ok_or_else(none)?;
+            let mapped = exchange
+                .wait_for_import(rank, (shown.number, shown.generation), PATIENCE, || {
                     self.check_usable().is_err()
                 })
                 .map_err(|why| format!("the part of rank {rank}: {why}"))?;

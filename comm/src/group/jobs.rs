@@ -11,17 +11,17 @@ use std::{
     thread::{Builder, ScopedJoinHandle},
 };
 
+use ringsight_comm_base::error::{Error, Result, ResultCode};
 use ringsight_kernels::AbortWord;
 use smallvec::SmallVec;
 
 use crate::{
     communicator::{self, Handle, Lifecycle},
     device::device,
-    error::{Error, Result, ResultCode},
 };
 
 /// One call.
-pub struct Job {
+pub(crate) struct Job {
     /// The communicator whose state tells of it: the one that is made; of a split, the parent.
     pub life: Arc<Lifecycle>,
     /// The communicator that is made from it.
@@ -35,7 +35,7 @@ pub struct Job {
 }
 
 /// A communicator in the making, and where the caller finds its handle.
-pub struct Made {
+pub(crate) struct Made {
     handle: Handle,
     place: *mut Handle,
 }
@@ -49,7 +49,7 @@ impl Made {
     /// # Safety
     /// `place` is aligned and valid for writes until the group ends.
     #[must_use]
-    pub unsafe fn announce(handle: Handle, place: *mut Handle) -> Self {
+    pub(crate) unsafe fn announce(handle: Handle, place: *mut Handle) -> Self {
         let made = Self { handle, place };
         made.write(handle);
         made
@@ -215,7 +215,7 @@ fn most_telling(results: Vec<Result<()>>) -> Result<()> {
 ///
 /// # Errors
 /// Blocking and non-blocking communicators in one group; what the job fails with; `ncclInProgress`.
-pub fn submit(job: Job) -> Result<()> {
+pub(crate) fn submit(job: Job) -> Result<()> {
     let lone = super::mine(|group| {
         if group.depth == 0 {
             let mut lone = super::Group::default();

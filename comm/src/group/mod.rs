@@ -12,20 +12,23 @@ use std::{
     time::Duration,
 };
 
+use ringsight_comm_base::{
+    error::{Error, Result, ResultCode},
+    fork, log,
+};
 use ringsight_records::{Flags, Function, Kind, Record, ReduceOp, State, description::Time, pages::CAPTURED};
 use smallvec::SmallVec;
 
 use crate::{
     communicator::{Communicator, Lifecycle},
     device::{Capture, Stream},
-    error::{Error, Result, ResultCode},
     launch::PooledPlan,
-    log, observe,
+    observe,
     op::{OpInfo, Request, Task, api_name},
     plan::{self, GroupMessages},
 };
 
-pub use jobs::{Job, Made, submit};
+pub(crate) use jobs::{Job, Made, submit};
 pub(crate) use run::launch_stuck;
 
 /// What one group asks of one communicator.
@@ -47,7 +50,7 @@ struct Group {
     depth: u32,
     /// Of one call outside of groups.
     lone: bool,
-    /// When it was opened; see [`observe::fork_generation`].
+    /// When it was opened; see [`fork::generation`].
     fork: u32,
     number: u32,
     error: Option<Error>,
@@ -81,14 +84,14 @@ fn mine<T>(body: impl FnOnce(&mut Group) -> T) -> T {
 
 /// Drops a group, but not one that a forked child has of its parent: what that holds is the parent's.
 fn abandon(group: Group) {
-    if group.depth > 0 && group.fork != observe::fork_generation() {
+    if group.depth > 0 && group.fork != fork::generation() {
         mem::forget(group);
     }
 }
 
 /// Depth of groups that the caller opened on this thread.
 #[must_use]
-pub fn depth() -> u32 {
+pub(crate) fn depth() -> u32 {
     mine(|group| group.depth)
 }
 
@@ -116,7 +119,7 @@ const EXPLICIT: u32 = 2;
 ///
 /// # Errors
 /// More levels than can be counted.
-pub fn start() -> Result<()> {
+pub(crate) fn start() -> Result<()> {
     let start = observe::now_ns();
     mine(|group| {
         if group.depth == u32::MAX - 1 {
@@ -124,7 +127,7 @@ pub fn start() -> Result<()> {
         }
         group.depth += 1;
         if group.depth == 1 {
-            group.fork = observe::fork_generation();
+            group.fork = fork::generation();
             // Where variables are being destroyed already, a group that is never closed is never dropped.
             let _ = AT_THE_END.try_with(|_| ());
             group.number = observe::next_group();
@@ -145,7 +148,7 @@ pub fn start() -> Result<()> {
 ///
 /// # Errors
 /// No open group; the first error of the group's calls (then nothing is launched); what planning or launching failed with.
-pub fn end() -> Result<()> {
+pub(crate) fn end() -> Result<()> {
     close(|mut group, launched| group.complete(launched)).map(drop)
 }
 
@@ -156,7 +159,9 @@ pub fn end() -> Result<()> {
 ///
 /// # Errors
 /// As [`end`], and what `check` fails with; the operations are forgotten all the same.
-pub fn simulate_end<T>(check: impl FnOnce() -> Result<T>) -> Result<Option<(T, Duration, Result<()>)>> {
+pub(crate) fn simulate_end<T>(
+    check: impl FnOnce() -> Result<T>,
+) -> Result<Option<(T, Duration, Result<()>)>> {
     close(|group, _| group.simulate(check))
 }
 
@@ -167,7 +172,7 @@ fn close<T>(complete: impl FnOnce(Group, &mut SmallVec<[OpInfo; 1]>) -> Result<T
         if group.depth == 0 {
             return Err(Error::usage("ncclGroupEnd without ncclGroupStart on this thread"));
         }
-        if group.fork != observe::fork_generation() {
+        if group.fork != fork::generation() {
             abandon(mem::take(group));
             return Err(Error::usage(
                 "this group was opened by the parent of this forked process: open one after the fork",
@@ -195,7 +200,7 @@ fn announce(launched: &[OpInfo], now: u64) {
 }
 
 /// Notes an error of a call inside a group, which then fails as a whole.
-pub fn note_error(error: &Error) {
+pub(crate) fn note_error(error: &Error) {
     if error.code == ResultCode::InProgress {
         return;
     }
@@ -210,7 +215,7 @@ pub fn note_error(error: &Error) {
 ///
 /// # Errors
 /// A stream that is none, or in another capture than the rest of the group; what planning or launching failed with.
-pub fn enqueue(comm: Arc<Communicator>, request: Request, start_ns: u64) -> Result<()> {
+pub(crate) fn enqueue(comm: Arc<Communicator>, request: Request, start_ns: u64) -> Result<()> {
     // Nothing to move, nobody to wait for: as in NCCL, empty operations are dropped.
     if request.count == 0 {
         comm.check_usable()?;

@@ -8,6 +8,7 @@ use std::{
     time::Duration,
 };
 
+use ringsight_comm_base::error::{Error, Result, ResultCode};
 use ringsight_records::{Flags, Kind, Record, State};
 use smallvec::{SmallVec, smallvec};
 
@@ -15,7 +16,6 @@ use super::{Group, Tasks, announce, jobs::Made, wants_calls};
 use crate::{
     communicator::{Background, Communicator, Lifecycle},
     device::{Device, Stream},
-    error::{Error, Result, ResultCode},
     launch::{self, GroupLaunch, PooledPlan},
     observe,
     op::{OpInfo, Task},

@@ -1,10 +1,11 @@
 //! Making an operation of a plan known: its description, its record, its log line.
 
+use ringsight_comm_base::log;
 use ringsight_records::{Description, State};
 
 use crate::{
     device::device,
-    log, observe,
+    observe,
     op::{Method, Task, api_name},
 };
 

@@ -1,5 +1,11 @@
-//! Binding: what a plan leaves open is filled in, so that the device can be given it. Messages get their connections, which are made at their first
-//! use; operations in peer memory get what the others' kernels reach of their buffers; network work gets its proxies.
+//! Binding: filling in what a plan leaves open, so that the device can run it.
+//!
+//! - Messages get their connections, which are made at their first use.
+//! - Operations in peer memory get what the other ranks' kernels reach of their buffers. Buffers are exported here.
+//! - Network work gets the proxies that move it.
+//!
+//! [`Work`], the kernels' launch parameter, is made here and nowhere else. All of a group is bound before any of its operations is announced:
+//! what fails here has no records.
 
 use std::{collections::BTreeMap, mem, ops::Range, sync::Arc};
 
@@ -14,7 +20,6 @@ use smallvec::SmallVec;
 use super::{
     LaunchContext,
     announce::{Described, announce},
-    channel_works::ChannelWorks,
     pool::{PooledPlan, is_cacheable},
     submitted::ReadyPlan,
 };
@@ -122,7 +127,7 @@ pub(super) fn estimate(context: &LaunchContext, plan: &Plan<'_>) -> Result<estim
                 let (work, ring) = ring_work(context, planned)?;
                 let is_networked =
                     ring.is_some_and(|ring| ring.prev.proxy.is_some() || ring.next.proxy.is_some());
-                load.add_work(&work, way(is_networked));
+                load.add_work(&work, link(is_networked));
             }
             Route::Peers => {
                 // No buffer is exported to know how long it would take.
@@ -134,14 +139,14 @@ pub(super) fn estimate(context: &LaunchContext, plan: &Plan<'_>) -> Result<estim
                 let topology = &capabilities.topology;
                 let is_near = topology.node_of(peer) == topology.node_of(capabilities.rank);
                 let slots = bytes.div_ceil(capabilities.slot_bytes) as u32;
-                load.add(way(!is_near), slots, bytes);
+                load.add(link(!is_near), slots, bytes);
             }
         }
     }
     Ok(load)
 }
 
-fn way(is_networked: bool) -> estimate::Way {
+fn link(is_networked: bool) -> estimate::LinkCost {
     if is_networked {
         estimate::NETWORK
     } else {
@@ -374,6 +379,45 @@ impl<'l, 't> Draft<'l, 't> {
     }
 }
 
+/// The works of a plan, by channel, in memory of a pooled plan.
+#[derive(Default)]
+struct ChannelWorks {
+    /// Those with work, in channel order; then what is left of the pooled plan.
+    all: Vec<ChannelWork>,
+    used: usize,
+}
+
+impl ChannelWorks {
+    /// None yet, in the memory of these.
+    fn within(mut all: Vec<ChannelWork>) -> Self {
+        all.iter_mut().for_each(|channel| channel.work.clear());
+        Self { all, used: 0 }
+    }
+
+    /// The works of one channel.
+    fn of(&mut self, number: u8) -> &mut Vec<Work> {
+        let used = &self.all[..self.used];
+        let place = used.partition_point(|channel| channel.channel < number);
+        if used.get(place).is_none_or(|channel| channel.channel != number) {
+            if self.used == self.all.len() {
+                self.all.push(ChannelWork {
+                    channel: number,
+                    work: Vec::new(),
+                });
+            }
+            self.all[self.used].channel = number;
+            self.all[place..=self.used].rotate_right(1);
+            self.used += 1;
+        }
+        &mut self.all[place].work
+    }
+
+    fn finish(mut self) -> Vec<ChannelWork> {
+        self.all.truncate(self.used);
+        self.all
+    }
+}
+
 impl BoundPlan {
     /// Of nothing yet.
     pub(super) fn new(number: u32) -> Self {
@@ -554,10 +598,11 @@ fn reachable_buffers(context: &LaunchContext, task: &Task, peers: &PeerMemory) -
         }
         if is_foreign {
             let captured = task.info.flags.contains(Flags::GRAPH);
-            return context
-                .maps
-                .as_ref()?
-                .of_operation(device, (address, bytes), captured);
+            return context.buffer_exchange.as_ref()?.export_for_operation(
+                device,
+                (address, bytes),
+                captured,
+            );
         }
         let allocation = device.allocation(address, bytes, context.device);
         allocation.map(|_| ExportedBuffer::default())

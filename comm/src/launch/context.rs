@@ -8,7 +8,7 @@ use ringsight_records::{Flags, Kind, Record, State};
 
 use super::{Order, Posting, SubmittedPlans};
 use crate::{
-    buffer_exchange::Maps,
+    buffer_exchange::BufferExchange,
     checks::Checks,
     device::{Capture, Device, Launcher},
     observe,
@@ -34,7 +34,7 @@ pub(crate) struct LaunchContext {
     /// Memory that the kernels of all ranks reach, if they do.
     pub(crate) peers: Option<Arc<PeerMemory>>,
     /// Callers' memory that other processes map; `None` if all ranks are of this one, or do not reach each other's memory.
-    pub(crate) maps: Option<Maps>,
+    pub(crate) buffer_exchange: Option<BufferExchange>,
     /// Network work.
     pub(crate) posting: Posting,
     /// Releases every wait.
@@ -73,7 +73,7 @@ impl LaunchContext {
         };
         let (retired, checks) = (self.retired.clone(), self.checks.clone());
         let watch = self.watch.as_ref().map(|watch| Arc::downgrade(watch));
-        let forget = self.posting.forget();
+        let forget = self.posting.on_graph_gone();
         let record = Record {
             comm: self.comm,
             rank: self.capabilities.rank,

@@ -15,7 +15,6 @@
 
 mod announce;
 mod bind;
-mod channel_works;
 mod context;
 mod order;
 mod pool;
@@ -26,7 +25,10 @@ mod transaction;
 
 use std::time::Duration;
 
-use ringsight_comm_base::error::{Error, Result};
+use ringsight_comm_base::{
+    error::{Error, Result},
+    log,
+};
 use ringsight_records::{Flags, Kind, Record, State, description::Time};
 use smallvec::SmallVec;
 
@@ -43,7 +45,7 @@ use self::{
 };
 use crate::{
     device::{Capture, Device, End, Stream},
-    log, observe,
+    observe,
     op::{OpInfo, Task},
     plan::{self, GroupMessages},
 };
@@ -225,22 +227,22 @@ impl<'a> GroupLaunch<'a> {
         let ready = ready.ok_or_else(|| Error::internal("a plan is launched once"))?;
         let plan = &*plan;
         let graph = self.capture.map_or(0, |capture| capture.id);
-        // Network work of captured plans is asked for by each replay. While graphs live, eager plans go the same way:
-        // posted at once, theirs would overtake that of a replay which is still queued. So do those that follow until
-        // the last of these is taken up.
+        // Each replay requests the network work of a captured plan. While graphs live, eager plans have theirs requested too: posted at
+        // once, it would overtake that of a replay that is still queued. The same holds for the plans that follow, until the last of these
+        // requests is served.
         let is_networked = !plan.proxy_ops.is_empty();
-        let asked_for =
-            is_networked && (graph != 0 || queue.submitted.has_graphs() || context.posting.is_behind());
+        let is_requested = is_networked
+            && (graph != 0 || queue.submitted.has_graphs() || context.posting.has_pending_requests());
         if let Some(capture) = self.capture {
             context.retain_graph(device, capture, queue)?;
         }
-        if asked_for {
+        if is_requested {
             context
                 .posting
-                .ask(device, stream, graph, &plan.proxy_ops, &ready.observer)?;
+                .expect_request(device, stream, graph, &plan.proxy_ops, &ready.observer)?;
         }
         // Network work that is posted at once comes behind the launch.
-        let posted = (is_networked && !asked_for).then(|| ready.observer.clone());
+        let posted = (is_networked && !is_requested).then(|| ready.observer.clone());
         let LaunchQueue {
             submitted, launcher, ..
         } = queue;

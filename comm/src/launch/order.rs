@@ -2,10 +2,9 @@
 
 use std::collections::HashMap;
 
-use crate::{
-    device::{Capture, Device, End, Event, Launcher, Stream},
-    error::Result,
-};
+use ringsight_comm_base::error::Result;
+
+use crate::device::{Capture, Device, End, Event, Launcher, Stream};
 
 /// The events by which a communicator's operations follow each other.
 ///

@@ -1,9 +1,8 @@
-//! Network work of plans: posted by the call that launches, or asked for by the device when it comes to the plan.
+//! Network work of plans: posted by the call that launches, or requested by the device when it reaches the plan.
 //!
-//! What a graph has captured runs at each replay, of which no call tells us. So the device appends a number that stands for the
-//! plan to a [`Journal`] before the plan's kernel, and the progress thread, which reads it, moves what the plan needs. A host function in
-//! the graph would do as well, but holds the stream up until a thread of the driver has called it, and these threads are the
-//! application's too.
+//! A captured plan runs at each replay of its graph, and no call reports a replay. So the device appends the plan's number to a [`Journal`] before the
+//! plan's kernel runs. The proxy's progress thread reads the journal and posts the plan's network work. A host function in the graph would do as
+//! well, but it holds the stream up until a thread of the driver has called it, and these threads are the application's too.
 
 use std::{
     collections::HashMap,
@@ -29,89 +28,89 @@ use crate::{
 /// The network work of a communicator's plans.
 pub(crate) struct Posting {
     proxy: Arc<Proxy>,
-    asked: Arc<Asked>,
+    requests: Arc<JournalRequests>,
 }
 
-/// What the device may ask for. What is known of it to the progress thread, which may outlive the communicator.
-struct Asked {
+/// Plans whose network work the device may request. The progress thread shares it, and may outlive the communicator.
+struct JournalRequests {
     comm: u64,
-    /// None on one node: there is no network.
+    /// `None` on one node: there is no network.
     journal: Option<Journal>,
     outstanding: Arc<OutstandingProxyOps>,
     abort: Arc<AbortWord>,
-    state: Mutex<Expectations>,
+    state: Mutex<Requested>,
 }
 
 #[derive(Default)]
-struct Expectations {
+struct Requested {
     /// Words of the journal that were read.
     read: u64,
     /// The last number given.
     last: u64,
-    plans: HashMap<u64, Expected>,
-    /// Plans that run once and were not taken up yet; and those of them that are being taken up.
+    plans: HashMap<u64, RequestedPlan>,
+    /// Plans that run once and whose work was not posted yet; and those of them whose work is being posted.
     once: usize,
     taken: usize,
-    /// Graphs that are gone: what they asked for before is in the journal.
+    /// Graphs that are gone: what they requested before is in the journal.
     gone: Vec<u32>,
 }
 
-/// What a plan needs.
-struct Expected {
+/// A plan that the device may request.
+struct RequestedPlan {
     ops: Vec<ProxyOp>,
     observer: Arc<PlanObserver>,
     /// 0: it runs once.
     graph: u32,
-    /// How often it has been asked for.
+    /// How often it was requested.
     replays: u32,
 }
 
 impl Posting {
-    /// Of communicator `comm`, whose connections are `proxy`'s; with what its device asks by, if it is to ask for anything.
+    /// Of communicator `comm`, whose connections are `proxy`'s. The device makes its requests in `journal`, if it makes any.
     pub(crate) fn new(
         comm: u64,
         (proxy, outstanding): (&Arc<Proxy>, &Arc<OutstandingProxyOps>),
         abort: &Arc<AbortWord>,
         journal: Option<Journal>,
     ) -> Self {
-        let asked = Arc::new(Asked {
+        let requests = Arc::new(JournalRequests {
             comm,
             journal,
             outstanding: outstanding.clone(),
             abort: abort.clone(),
             state: Mutex::default(),
         });
-        if asked.journal.is_some() {
-            let weak = Arc::downgrade(&asked);
+        if requests.journal.is_some() {
+            let weak = Arc::downgrade(&requests);
             proxy.watch(weak);
         }
         Self {
             proxy: proxy.clone(),
-            asked,
+            requests,
         }
     }
 
-    /// Posts what a plan that runs once needs.
-    pub(crate) fn post(&self, ops: &[ProxyOp], observer: &PlanObserver) {
+    /// Posts the network work of a plan that runs once.
+    pub(super) fn post(&self, ops: &[ProxyOp], observer: &PlanObserver) {
         // The kernels give up: there is nothing to move.
-        if self.asked.abort.is_set() {
+        if self.requests.abort.is_set() {
             return;
         }
-        self.asked.expect(observer, 0);
+        self.requests.expect(observer, 0);
         ops.iter().for_each(|op| self.proxy.save_op(*op));
         self.proxy.start();
     }
 
-    /// Whether a plan that runs once has not been asked for yet, or not been taken up: what is posted now would overtake it.
-    pub(crate) fn is_behind(&self) -> bool {
-        lock(&self.asked.state).once > 0
+    /// Whether the network work of a plan that runs once is still to be requested or posted: work that is posted now would overtake it.
+    pub(super) fn has_pending_requests(&self) -> bool {
+        lock(&self.requests.state).once > 0
     }
 
-    /// Lets the device ask for what a plan of `graph`, or 0, needs when it comes to this place of `stream`.
+    /// Has the device request the network work of a plan of `graph`, or of no graph (0), when it reaches this place of `stream`.
     ///
     /// # Errors
     /// The device's.
-    pub(crate) fn ask(
+    pub(super) fn expect_request(
         &self,
         device: &dyn Device,
         stream: Stream,
@@ -119,52 +118,51 @@ impl Posting {
         ops: &[ProxyOp],
         observer: &Arc<PlanObserver>,
     ) -> Result<()> {
-        let Some(journal) = &self.asked.journal else {
+        let Some(journal) = &self.requests.journal else {
             return Err(Error::internal("network work on one node"));
         };
-        let expected = Expected {
+        let plan = RequestedPlan {
             ops: ops.to_vec(),
             observer: observer.clone(),
             graph,
             replays: 0,
         };
-        let mut state = lock(&self.asked.state);
+        let mut state = lock(&self.requests.state);
         let first = state.plans.is_empty();
         state.once += usize::from(graph == 0);
         state.last += 1;
         let number = state.last;
-        state.plans.insert(number, expected);
+        state.plans.insert(number, plan);
         drop(state);
         if first {
             self.proxy.expect();
         }
         device.append(stream, journal, number).inspect_err(|_| {
-            let mut state = lock(&self.asked.state);
+            let mut state = lock(&self.requests.state);
             state.plans.remove(&number);
             state.once -= usize::from(graph == 0);
         })?;
         Ok(())
     }
 
-    /// What is to be called when a graph is gone.
-    pub(crate) fn forget(&self) -> impl FnOnce(u32) + Send + use<> {
+    /// The function to call when a graph is gone.
+    pub(super) fn on_graph_gone(&self) -> impl FnOnce(u32) + Send + use<> {
         // Graphs may live longer than the communicator, and their kernels write to the journal until they are gone.
-        let asked = self.asked.clone();
-        move |graph| lock(&asked.state).gone.push(graph)
+        let requests = self.requests.clone();
+        move |graph| lock(&requests.state).gone.push(graph)
     }
 
-    /// Waits until all is moved: what was posted, and what the device has asked for; or until `give_up` says so (asked ten
-    /// times a second and more).
+    /// Waits until all network work is done, posted or requested, or until `give_up` says so (asked ten times a second and more).
     pub(crate) fn flush(&self, give_up: impl Fn() -> bool) {
-        // What the device has asked for is seen by whoever sees that the plans are over.
-        while self.asked.is_asked() && !give_up() {
+        // A thread that sees that the plans are over sees the device's requests.
+        while self.requests.is_asked() && !give_up() {
             std::thread::sleep(Duration::from_millis(1));
         }
-        self.proxy.flush(self.asked.comm, give_up);
+        self.proxy.flush(self.requests.comm, give_up);
     }
 }
 
-impl Asked {
+impl JournalRequests {
     /// Notes how many proxy operations a run of a plan's operations has.
     fn expect(&self, observer: &PlanObserver, replay: u32) {
         for (info, count) in observer.proxied() {
@@ -173,7 +171,7 @@ impl Asked {
     }
 }
 
-impl Requests for Asked {
+impl Requests for JournalRequests {
     fn take(&self, post: &mut dyn FnMut(ProxyOp)) -> std::result::Result<(), (u64, String)> {
         let Some(journal) = &self.journal else {
             return Ok(());

@@ -10,10 +10,10 @@ use std::{
     },
 };
 
+use ringsight_comm_base::{env, fork, process, sync::AtLeastOnce, sys};
 use ringsight_records::pages::{Geometry, Header, MEMFD_NAME, Pages};
 
 use super::numbers::CapturedSlots;
-use ringsight_comm_base::{env, fork, process, sync::AtLeastOnce, sys};
 
 /// Version number that `ncclGetVersion` gives: 2.28.9.
 pub const LIBRARY_VERSION: u32 = 22809;

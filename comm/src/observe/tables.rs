@@ -2,13 +2,12 @@
 
 use std::sync::atomic::Ordering;
 
+use ringsight_comm_base::fork;
 use ringsight_records::{
     connection::{Connection, ConnectionSlot},
     pages::Communicator,
     proxies::{ProxySlot, ProxyState},
 };
-
-use ringsight_comm_base::fork;
 
 use super::pages;
 

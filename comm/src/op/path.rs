@@ -24,7 +24,7 @@ pub enum DataPath {
 /// Bytes for which an operation through FIFOs takes one more channel.
 const FIFO_BYTES_PER_CHANNEL: u64 = 256 << 10;
 /// The same where FIFOs are in the memory of GPUs: one block is far from filling a link.
-const NEAR_BYTES_PER_CHANNEL: u64 = 32 << 10;
+const DEVICE_FIFO_BYTES_PER_CHANNEL: u64 = 32 << 10;
 
 impl DataPath {
     /// The protocol that records and `RINGSIGHT_PROTO` know it by.
@@ -61,7 +61,7 @@ impl DataPath {
     #[must_use]
     pub fn channels(self, bytes: u64, available: usize, near: bool) -> usize {
         let each = match self {
-            Self::Fifo if near => NEAR_BYTES_PER_CHANNEL,
+            Self::Fifo if near => DEVICE_FIFO_BYTES_PER_CHANNEL,
             Self::Fifo => FIFO_BYTES_PER_CHANNEL,
             _ => u64::MAX,
         };

@@ -1,24 +1,22 @@
-//! What the environment leaves of [the table](super::table): `RINGSIGHT_ALGO` and `RINGSIGHT_PROTO`, written as NCCL's
+//! Which rows of [the table](super::table) the environment allows: `RINGSIGHT_ALGO` and `RINGSIGHT_PROTO`, written as NCCL's
 //! `NCCL_ALGO` and `NCCL_PROTO` are (user guide, since 2.24): `ring,direct`, `^ll128`, `two_shot;broadcast:ring`.
 
+use ringsight_comm_base::error::{Error, Result};
 use ringsight_records::{Algorithm, Function, Protocol};
 
-use super::{algorithm::Row, table::TABLE};
-use crate::{
-    error::{Error, Result},
-    op::DataPath,
-};
+use super::table::{Row, TABLE};
+use crate::op::DataPath;
 
 const FUNCTIONS: usize = Function::ALL.len();
 
-/// By function the algorithms and the protocols that may be taken, a bit for each by its number.
+/// The algorithms and protocols that may be chosen, by function: one bit each, by its number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Allowed {
+pub(crate) struct Allowed {
     algorithms: [u8; FUNCTIONS],
     protocols: [u8; FUNCTIONS],
 }
 
-/// All that there are.
+/// All of them.
 impl Default for Allowed {
     fn default() -> Self {
         Self {
@@ -30,13 +28,13 @@ impl Default for Allowed {
 
 impl Allowed {
     /// Bytes of [`Allowed::to_bytes`].
-    pub const BYTES: usize = 2 * FUNCTIONS;
+    pub(crate) const BYTES: usize = 2 * FUNCTIONS;
 
-    /// As the environment says.
+    /// The environment's choice.
     ///
     /// # Errors
     /// A name that nothing in the table has; it is said which there are.
-    pub fn from_environment() -> Result<Self> {
+    pub(crate) fn from_environment() -> Result<Self> {
         let in_table = |is: &dyn Fn(&Row) -> bool| TABLE.iter().any(is);
         let algorithms = Algorithm::ALL
             .iter()
@@ -54,15 +52,15 @@ impl Allowed {
 
     /// Whether a function may be done so.
     #[must_use]
-    pub fn has(&self, function: Function, algorithm: Algorithm, path: DataPath) -> bool {
+    pub(crate) fn has(&self, function: Function, algorithm: Algorithm, path: DataPath) -> bool {
         let at = usize::from(function.code());
         self.algorithms[at] & 1 << algorithm.code() != 0
             && self.protocols[at] & 1 << path.protocol().code() != 0
     }
 
-    /// What both leave.
+    /// What both allow.
     #[must_use]
-    pub fn and(&self, other: &Self) -> Self {
+    pub(crate) fn and(&self, other: &Self) -> Self {
         let both = |a: &[u8; FUNCTIONS], b: &[u8; FUNCTIONS]| std::array::from_fn(|at| a[at] & b[at]);
         Self {
             algorithms: both(&self.algorithms, &other.algorithms),
@@ -70,9 +68,9 @@ impl Allowed {
         }
     }
 
-    /// As a rank tells the others.
+    /// As sent to the other ranks.
     #[must_use]
-    pub fn to_bytes(self) -> [u8; Self::BYTES] {
+    pub(crate) fn to_bytes(self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         bytes[..FUNCTIONS].copy_from_slice(&self.algorithms);
         bytes[FUNCTIONS..].copy_from_slice(&self.protocols);
@@ -81,7 +79,7 @@ impl Allowed {
 
     /// What [`Allowed::to_bytes`] gave.
     #[must_use]
-    pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
+    pub(crate) fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
         Self {
             algorithms: std::array::from_fn(|at| bytes[at]),
             protocols: std::array::from_fn(|at| bytes[FUNCTIONS + at]),
@@ -91,7 +89,7 @@ impl Allowed {
 
 /// The variable's value for each function.
 fn read(variable: &str, names: &[(&str, u8)]) -> Result<[u8; FUNCTIONS]> {
-    match crate::env::text(variable) {
+    match ringsight_comm_base::env::text(variable) {
         None => Ok([u8::MAX; FUNCTIONS]),
         Some(text) => parse(&text, names)
             .map_err(|why| Error::argument(format!("environment variable {variable}={text}: {why}"))),

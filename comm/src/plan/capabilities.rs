@@ -6,9 +6,8 @@ use ringsight_comm_base::error::Result;
 use ringsight_records::Function;
 
 use super::{
-    algorithm::{Asked, Engines},
     limits::Limits,
-    table,
+    table::{self, Query, WindowSupport},
 };
 use crate::{
     op::{Method, Request, WindowBuffer, is_made_of_messages},
@@ -30,7 +29,7 @@ pub(crate) struct Capabilities {
     /// Bytes of a FIFO slot.
     pub(crate) slot_bytes: usize,
     /// Parts of a message that have room in the memory of GPUs, if all FIFOs are there.
-    pub(crate) near_parts: Option<usize>,
+    pub(crate) device_fifo_parts: Option<usize>,
     /// Work elements of the communicator's work FIFO.
     pub(crate) work_fifo_depth: usize,
     /// Whether all ranks' devices have programs for an operation in one shot.
@@ -49,14 +48,14 @@ impl Capabilities {
     pub(crate) fn choose(&self, request: &Request, window: Option<&WindowBuffer>) -> Result<Method> {
         let function = request.function;
         let bytes = request.bytes_of_choice(self.ranks);
-        let engines = match window {
-            None => Engines::NoWindow,
-            Some(buffer) if buffer.window.is_none() => Engines::NotReached,
-            Some(buffer) if buffer.serves(request) => Engines::Reach,
-            Some(_) => Engines::Unfit,
+        let support = match window {
+            None => WindowSupport::NoWindow,
+            Some(buffer) if buffer.window.is_none() => WindowSupport::NotReached,
+            Some(buffer) if buffer.serves(request) => WindowSupport::Reach,
+            Some(_) => WindowSupport::Unfit,
         };
-        let asked = Asked {
-            engines,
+        let query = Query {
+            window: support,
             function,
             reduce_op: request.reduce_op,
             data_type: request.data_type,
@@ -64,19 +63,21 @@ impl Capabilities {
             ranks: self.ranks,
             slot_bytes: self.slot_bytes,
             one_shot: self.one_shot,
-            peers: self.peer_access,
+            peer_access: self.peer_access,
             limits: self.limits,
         };
-        let row = table::choose(&asked).ok_or_else(|| table::none_left(&asked))?;
+        let row = table::choose(&query).ok_or_else(|| table::none_left(&query))?;
         // A message has as many channels as there is room for, the same on all ranks; an operation round rings has all channels.
-        let available = match self.near_parts {
+        let available = match self.device_fifo_parts {
             Some(parts) if is_made_of_messages(function) => parts,
             _ => self.channels,
         };
         Ok(Method {
             algorithm: row.algorithm,
             path: row.path,
-            channels: row.path.channels(bytes, available, self.near_parts.is_some()),
+            channels: row
+                .path
+                .channels(bytes, available, self.device_fifo_parts.is_some()),
         })
     }
 }

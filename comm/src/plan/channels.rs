@@ -7,7 +7,7 @@ use std::ops::Range;
 
 /// Loads of a plan's channels in bytes.
 #[derive(Clone, Debug)]
-pub struct Picker {
+pub(crate) struct Picker {
     channels: usize,
     /// By channel, from the first operation on.
     loads: Vec<u64>,
@@ -16,7 +16,7 @@ pub struct Picker {
 impl Picker {
     /// A picker for a plan over `channels` channels.
     #[must_use]
-    pub fn new(channels: usize) -> Self {
+    pub(crate) fn new(channels: usize) -> Self {
         Self {
             channels,
             loads: Vec::new(),
@@ -25,7 +25,7 @@ impl Picker {
 
     /// Takes the `wanted` least loaded channels, in channel order, and loads them with `bytes` together. Ties go to the
     /// lower channel.
-    pub fn pick(&mut self, wanted: usize, bytes: u64) -> Vec<u8> {
+    pub(crate) fn pick(&mut self, wanted: usize, bytes: u64) -> Vec<u8> {
         self.loads.resize(self.channels, 0);
         let mut order: Vec<usize> = (0..self.loads.len()).collect();
         order.sort_by_key(|channel| (self.loads[*channel], *channel));
@@ -43,7 +43,7 @@ impl Picker {
 /// Cuts `0..count` elements of `size` bytes into `parts` contiguous parts whose starts are multiples of 64 bytes. Later
 /// parts may be empty.
 #[must_use]
-pub fn split(count: usize, size: usize, parts: usize) -> Vec<Range<usize>> {
+pub(crate) fn split(count: usize, size: usize, parts: usize) -> Vec<Range<usize>> {
     let align = (64 / size).max(1);
     let each = count.div_ceil(parts).next_multiple_of(align);
     (0..parts)
@@ -53,7 +53,7 @@ pub fn split(count: usize, size: usize, parts: usize) -> Vec<Range<usize>> {
 
 /// The channel of part `part` of messages from `source` to `destination`: both ends compute it alike.
 #[must_use]
-pub fn p2p_channel(source: u32, destination: u32, ranks: u32, part: usize, channels: usize) -> u8 {
+pub(crate) fn p2p_channel(source: u32, destination: u32, ranks: u32, part: usize, channels: usize) -> u8 {
     let delta = (destination + ranks - source) % ranks;
     ((delta as usize + part) % channels) as u8
 }

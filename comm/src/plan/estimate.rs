@@ -1,7 +1,7 @@
-//! How long a plan would take: what `ncclGroupSimulateEnd` tells.
+//! How long a plan would take: the model behind `ncclGroupSimulateEnd`.
 //!
 //! The model: a plan costs its launch, then all its channels' work one after another, since the host device runs them on
-//! one thread. A work costs the handing over of each FIFO slot, and its bytes at the pace of the slots' way. It knows no
+//! one thread. A work costs the handing over of each FIFO slot, and its bytes at the pace of the slots' link. It knows no
 //! late peers, no busy machine and no overlap of one rank's steps with another's. Two ranks on two cores were measured to
 //! take between half and twice as long; ranks that share cores take longer. That serves its purpose: comparing one group
 //! of operations with another.
@@ -11,29 +11,29 @@ use std::time::Duration;
 use ringsight_kernels::{Connections, Work};
 use ringsight_records::{Algorithm, Function};
 
-/// What a way costs.
+/// What handing over data costs, by where it goes.
 #[derive(Clone, Copy, Debug)]
-pub struct Way {
+pub(crate) struct LinkCost {
     /// Nanoseconds to hand over a slot.
-    pub slot_ns: f64,
+    pub(crate) slot_ns: f64,
     /// Nanoseconds for each byte.
-    pub byte_ns: f64,
+    pub(crate) byte_ns: f64,
 }
 
 /// Nanoseconds from a launch to the start of its work.
-pub const LAUNCH_NS: f64 = 7_000.0;
+pub(crate) const LAUNCH_NS: f64 = 7_000.0;
 /// Within a rank: a copy, no slots.
-pub const LOCAL: Way = Way {
+pub(crate) const LOCAL: LinkCost = LinkCost {
     slot_ns: 0.0,
     byte_ns: 0.08,
 };
 /// Through memory that both ranks have mapped.
-pub const SHARED: Way = Way {
+pub(crate) const SHARED: LinkCost = LinkCost {
     slot_ns: 3_000.0,
     byte_ns: 0.3,
 };
 /// Through the proxies of both ranks.
-pub const NETWORK: Way = Way {
+pub(crate) const NETWORK: LinkCost = LinkCost {
     slot_ns: 25_000.0,
     byte_ns: 0.8,
 };
@@ -46,19 +46,19 @@ pub(crate) struct Load {
 
 impl Load {
     /// Adds `slots` slots with `bytes` bytes together.
-    pub(crate) fn add(&mut self, way: Way, slots: u32, bytes: usize) {
-        self.ns += way.slot_ns * f64::from(slots) + way.byte_ns * bytes as f64;
+    pub(crate) fn add(&mut self, link: LinkCost, slots: u32, bytes: usize) {
+        self.ns += link.slot_ns * f64::from(slots) + link.byte_ns * bytes as f64;
     }
 
-    /// Adds a work of a collective; `way` is that of its ring.
-    pub(crate) fn add_work(&mut self, work: &Work, way: Way) {
+    /// Adds a work of a collective; `link` is that of its ring.
+    pub(crate) fn add_work(&mut self, work: &Work, link: LinkCost) {
         let part = work.part.len() * work.data_type.size();
         if matches!(work.connections, Connections::Local) {
             return self.add(LOCAL, 0, part);
         }
         let steps = work.steps();
         let bytes = passed_on(work.function, work.algorithm, part, work.ranks as usize);
-        self.add(way, steps.send.max(steps.recv), bytes);
+        self.add(link, steps.send.max(steps.recv), bytes);
     }
 
     /// How long the plan would take.

@@ -6,12 +6,10 @@
 
 use std::collections::BTreeMap;
 
+use ringsight_comm_base::error::{Error, Result};
 use ringsight_records::Function;
 
-use crate::{
-    error::{Error, Result},
-    op::Task,
-};
+use crate::op::Task;
 
 /// One end of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

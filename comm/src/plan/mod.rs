@@ -3,7 +3,7 @@
 //!
 //! | question | answered in |
 //! |---|---|
-//! | Which algorithm, and how does data move? | [`table`], asked by [`Capabilities::choose`] when an operation is called |
+//! | Which algorithm, and how does data move? | [`table`], query by [`Capabilities::choose`] when an operation is called |
 //! | Which channels, and which part of the data is whose? | [`channels`] |
 //! | In which order are messages sent and received? | [`messages`] |
 //! | Which task goes into which launch? | [`lay_out`] |
@@ -17,17 +17,14 @@
 //! least-loaded channel picker, whose loads begin anew with each plan, would give different answers. AlltoAll, Gather and
 //! Scatter are made of messages and drain with them; one of them may have messages in several plans.
 
-pub mod algorithm;
-pub mod allowed;
+pub(crate) mod allowed;
 mod capabilities;
-pub mod channels;
-pub mod estimate;
+pub(crate) mod channels;
+pub(crate) mod estimate;
 mod layout;
-pub mod limits;
+pub(crate) mod limits;
 pub(crate) mod messages;
-pub mod table;
-#[cfg(test)]
-mod tuned;
+pub(crate) mod table;
 
 pub(crate) use capabilities::{Capabilities, drains_with_messages};
 pub(crate) use layout::{Layout, Plan, PlannedWork, Route, lay_out};

@@ -330,7 +330,7 @@ const FIELDS: &[(&str, &str, Read, Read)] = &[
         |run| steps(run).map(|step| step.bytes).sum(),
         |run| {
             let part = |channel| {
-                if channel == first_channel(run) {
+                if channel == FIRST_CHANNEL {
                     COUNT.div_ceil(2).next_multiple_of(16)
                 } else {
                     0
@@ -379,10 +379,8 @@ const FIELDS: &[(&str, &str, Read, Read)] = &[
     ),
 ];
 
-/// The channel that carries the first part of what this rank sends.
-fn first_channel(run: &Run) -> u8 {
-    ringsight_comm::plan::channels::p2p_channel(run.rank.rank as u32, 1 - run.rank.rank as u32, 2, 0, 2)
-}
+/// The channel that carries the first part of what a rank of two sends: a message to the next rank begins on channel 1.
+const FIRST_CHANNEL: u8 = 1;
 
 /// The finished steps of [`Run::proxy_op`].
 fn steps(run: &Run) -> impl Iterator<Item = &Record> {

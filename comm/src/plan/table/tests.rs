@@ -1,13 +1,10 @@
 use ringsight_records::{DataType, Protocol, ReduceOp};
 
 use super::*;
-use crate::plan::{
-    algorithm::Engines,
-    limits::{ENGINE_BYTES, Limits},
-};
+use crate::plan::limits::{COPY_ENGINE_BYTES, Limits};
 
-fn asked(function: Function, bytes: u64) -> Asked {
-    Asked {
+fn query(function: Function, bytes: u64) -> Query {
+    Query {
         function,
         reduce_op: ReduceOp::Sum,
         data_type: DataType::Float32,
@@ -15,8 +12,8 @@ fn asked(function: Function, bytes: u64) -> Asked {
         ranks: 4,
         slot_bytes: 8 << 10,
         one_shot: true,
-        peers: false,
-        engines: Engines::NoWindow,
+        peer_access: false,
+        window: WindowSupport::NoWindow,
         limits: Limits::default(),
     }
 }
@@ -24,12 +21,12 @@ fn asked(function: Function, bytes: u64) -> Asked {
 #[test]
 fn peers_do_a_short_all_reduce_in_one_shot_and_a_longer_one_in_two() {
     let chosen = |ranks: u32, bytes| {
-        let asked = Asked {
+        let query = Query {
             ranks,
-            peers: true,
-            ..asked(AllReduce, bytes)
+            peer_access: true,
+            ..query(AllReduce, bytes)
         };
-        let row = choose(&asked).unwrap();
+        let row = choose(&query).unwrap();
         assert_eq!(row.path.is_peer_access(), ranks > 1);
         row.algorithm
     };
@@ -47,14 +44,17 @@ fn peers_do_a_short_all_reduce_in_one_shot_and_a_longer_one_in_two() {
 fn peers_do_all_that_they_reach_and_have_a_program_for() {
     for function in Function::ALL {
         for (ranks, bytes) in [(2, 8), (2, 1 << 30), (4, 8), (4, 1 << 30)] {
-            let near = Asked {
+            let near = Query {
                 ranks,
-                peers: true,
-                ..asked(*function, bytes)
+                peer_access: true,
+                ..query(*function, bytes)
             };
             assert!(choose(&near).unwrap().path.is_peer_access(), "{near:?}");
-            let apart = Asked { peers: false, ..near };
-            let own_factors = Asked {
+            let apart = Query {
+                peer_access: false,
+                ..near
+            };
+            let own_factors = Query {
                 reduce_op: ReduceOp::PreMulSum,
                 ..near
             };
@@ -68,13 +68,13 @@ fn peers_do_all_that_they_reach_and_have_a_program_for() {
 #[test]
 fn the_others_pass_on_parts_of_what_is_long_if_there_are_others() {
     let near = |function, ranks, bytes, data_type| {
-        let asked = Asked {
+        let query = Query {
             ranks,
-            peers: true,
+            peer_access: true,
             data_type,
-            ..asked(function, bytes)
+            ..query(function, bytes)
         };
-        let row = choose(&asked).unwrap();
+        let row = choose(&query).unwrap();
         (row.algorithm, row.path.protocol())
     };
     use Algorithm::{Direct, TwoShot};
@@ -108,23 +108,23 @@ fn what_is_long_goes_straight_unless_told_otherwise() {
         } else {
             1
         };
-        let whole = Limits::default().straight_bytes_of(*function, ranks);
+        let whole = Limits::default().zero_copy_bytes_of(*function, ranks);
         let least = whole.div_ceil(messages.into());
-        let near = |bytes, straight_bytes: Option<u64>| Asked {
+        let near = |bytes, zero_copy_bytes: Option<u64>| Query {
             ranks,
-            peers: true,
+            peer_access: true,
             limits: Limits {
-                straight_bytes,
+                zero_copy_bytes,
                 ..Limits::default()
             },
-            ..asked(*function, bytes)
+            ..query(*function, bytes)
         };
-        let is_straight = |asked| choose(&asked).unwrap().path.is_zero_copy();
+        let may_zero_copy = |query| choose(&query).unwrap().path.is_zero_copy();
         for told in [None, Some(whole)] {
-            assert!(is_straight(near(least, told)), "{function}");
-            assert!(!is_straight(near(least - 1, told)), "{function}");
+            assert!(may_zero_copy(near(least, told)), "{function}");
+            assert!(!may_zero_copy(near(least - 1, told)), "{function}");
         }
-        assert!(!is_straight(near(1 << 40, Some(u64::MAX))), "{function}");
+        assert!(!may_zero_copy(near(1 << 40, Some(u64::MAX))), "{function}");
         assert!(
             choose(&near(1 << 40, Some(u64::MAX)))
                 .unwrap()
@@ -136,12 +136,12 @@ fn what_is_long_goes_straight_unless_told_otherwise() {
 
 #[test]
 fn what_no_kernel_reduces_straight_goes_in_lines() {
-    let near = |function, data_type, reduce_op, ranks| Asked {
+    let near = |function, data_type, reduce_op, ranks| Query {
         ranks,
-        peers: true,
+        peer_access: true,
         data_type,
         reduce_op,
-        ..asked(function, 1 << 30)
+        ..query(function, 1 << 30)
     };
     for function in [AllReduce, ReduceScatter] {
         for ranks in 2..=8 {
@@ -164,7 +164,7 @@ fn what_no_kernel_reduces_straight_goes_in_lines() {
         .filter(|(row, _)| row.path.is_zero_copy())
         .map(|(_, reason)| reason.unwrap())
         .collect();
-    assert_eq!(reasons[..2], [Reason::NoStraightKernel; 2]);
+    assert_eq!(reasons[..2], [Reason::NoZeroCopyKernel; 2]);
     // What copies has no reduction.
     assert!(
         choose(&near(AllGather, DataType::Int32, ReduceOp::None, 7))
@@ -176,18 +176,18 @@ fn what_no_kernel_reduces_straight_goes_in_lines() {
 
 #[test]
 fn a_long_all_reduce_pushes_unless_told_otherwise() {
-    let near = |function, bytes, straight_bytes, push_bytes| {
-        let asked = Asked {
+    let near = |function, bytes, zero_copy_bytes, push_bytes| {
+        let query = Query {
             ranks: 2,
-            peers: true,
+            peer_access: true,
             limits: Limits {
-                straight_bytes: Some(straight_bytes),
+                zero_copy_bytes: Some(zero_copy_bytes),
                 push_bytes,
                 ..Limits::default()
             },
-            ..asked(function, bytes)
+            ..query(function, bytes)
         };
-        choose(&asked).unwrap().path.protocol()
+        choose(&query).unwrap().path.protocol()
     };
     assert_eq!(near(AllReduce, 1 << 20, 1 << 10, 2 << 20), Protocol::Push);
     assert_eq!(near(AllReduce, (1 << 20) - 1, 1 << 10, 2 << 20), Protocol::Simple);
@@ -198,29 +198,33 @@ fn a_long_all_reduce_pushes_unless_told_otherwise() {
 
 #[test]
 fn copy_engines_do_what_is_in_a_window_of_all_ranks_if_they_are_to() {
-    let near = |function, engines| Asked {
-        peers: true,
-        engines,
-        limits: Limits::default().without_kernels(),
-        ..asked(function, 8)
+    let near = |function, window| Query {
+        peer_access: true,
+        window,
+        limits: Limits::default().with_zero_cta(),
+        ..query(function, 8)
     };
     for function in Function::ALL {
         let serves = matches!(function, AllGather | AlltoAll);
-        let chosen = |asked| choose(&asked).unwrap().path.is_copy_engine();
-        assert_eq!(chosen(near(*function, Engines::Reach)), serves, "{function}");
-        for (engines, why) in [
-            (Engines::NoWindow, Reason::NoWindow),
-            (Engines::NotReached, Reason::NotReached),
-            (Engines::Unknown, Reason::UnknownWindow),
+        let chosen = |query| choose(&query).unwrap().path.is_copy_engine();
+        assert_eq!(
+            chosen(near(*function, WindowSupport::Reach)),
+            serves,
+            "{function}"
+        );
+        for (window, why) in [
+            (WindowSupport::NoWindow, Reason::NoWindow),
+            (WindowSupport::NotReached, Reason::NotReached),
+            (WindowSupport::Unknown, Reason::UnknownWindow),
         ] {
-            let asked = near(*function, engines);
-            assert!(!chosen(asked));
-            let (_, reason) = explain(&asked)
+            let query = near(*function, window);
+            assert!(!chosen(query));
+            let (_, reason) = explain(&query)
                 .find(|(row, _)| (row.algorithm, row.path) == (Algorithm::Direct, DataPath::CopyEngine))
                 .unwrap();
             let expected = match function {
                 // Kernels reduce whatever the policy.
-                ReduceScatter => Reason::ShortForReducingEngines(ENGINE_BYTES),
+                ReduceScatter => Reason::ShortForReducingCopyEngines(COPY_ENGINE_BYTES),
                 _ if serves => why,
                 _ => Reason::Function,
             };
@@ -230,31 +234,31 @@ fn copy_engines_do_what_is_in_a_window_of_all_ranks_if_they_are_to() {
     // Where kernels may do it, only what is long, of the larger of a rank's buffers.
     for function in [AllGather, AlltoAll] {
         let by_engines = |bytes| {
-            let asked = Asked {
+            let query = Query {
                 bytes,
                 limits: Limits::default(),
-                ..near(function, Engines::Reach)
+                ..near(function, WindowSupport::Reach)
             };
-            let (_, reason) = explain(&asked)
+            let (_, reason) = explain(&query)
                 .find(|(row, _)| (row.algorithm, row.path) == (Algorithm::Direct, DataPath::CopyEngine))
                 .unwrap();
-            assert_eq!(choose(&asked).unwrap().path.is_copy_engine(), reason.is_none());
+            assert_eq!(choose(&query).unwrap().path.is_copy_engine(), reason.is_none());
             reason
         };
-        let short = Some(Reason::ShortForEngines(ENGINE_BYTES));
+        let short = Some(Reason::ShortForCopyEngines(COPY_ENGINE_BYTES));
         let messages = if function == AlltoAll { 4 } else { 1 };
-        assert_eq!(by_engines(ENGINE_BYTES / messages - 1), short);
-        assert_eq!(by_engines(ENGINE_BYTES / messages), None);
+        assert_eq!(by_engines(COPY_ENGINE_BYTES / messages - 1), short);
+        assert_eq!(by_engines(COPY_ENGINE_BYTES / messages), None);
     }
     // Without memory in which kernels meet there is no way to begin.
-    let apart = Asked {
-        peers: false,
-        ..near(AllGather, Engines::Reach)
+    let apart = Query {
+        peer_access: false,
+        ..near(AllGather, WindowSupport::Reach)
     };
     assert!(!choose(&apart).unwrap().path.is_copy_engine());
-    let alone = Asked {
+    let alone = Query {
         ranks: 1,
-        ..near(AllGather, Engines::Reach)
+        ..near(AllGather, WindowSupport::Reach)
     };
     assert!(!choose(&alone).unwrap().path.is_copy_engine());
 }
@@ -268,45 +272,55 @@ fn copy_engines_move_what_is_reduced_if_they_are_to() {
 
 fn copy_engines_move_what_this_reduces(function: Function) {
     const LEAST: u64 = 8 << 20;
-    let near = |ranks, data_type, bytes, least, engines| Asked {
+    let near = |ranks, data_type, bytes, least, window| Query {
         ranks,
         data_type,
-        peers: true,
-        engines,
+        peer_access: true,
+        window,
         limits: Limits {
-            engine_reduce_bytes: Some(least),
+            copy_engine_reduce_bytes: Some(least),
             ..Limits::default()
         },
-        ..asked(function, bytes)
+        ..query(function, bytes)
     };
-    let why = |asked| {
+    let why = |query| {
         let is_it = |row: &Row| row.path.is_copy_engine() && row.functions.contains(&function);
-        let (row, reason) = explain(&asked).find(|(row, _)| is_it(row)).unwrap();
-        assert_eq!(choose(&asked) == Some(row), reason.is_none());
+        let (row, reason) = explain(&query).find(|(row, _)| is_it(row)).unwrap();
+        assert_eq!(choose(&query) == Some(row), reason.is_none());
         reason
     };
-    let float = |bytes, least| near(4, DataType::Float32, bytes, least, Engines::Reach);
+    let float = |bytes, least| near(4, DataType::Float32, bytes, least, WindowSupport::Reach);
     assert_eq!(why(float(LEAST, LEAST)), None);
     assert_eq!(
         why(float(LEAST - 1, LEAST)),
-        Some(Reason::ShortForReducingEngines(LEAST))
+        Some(Reason::ShortForReducingCopyEngines(LEAST))
     );
     assert_eq!(
         why(float(1 << 40, u64::MAX)),
-        Some(Reason::ShortForReducingEngines(u64::MAX))
+        Some(Reason::ShortForReducingCopyEngines(u64::MAX))
     );
-    assert!(matches!(why(float(1 << 40, LEAST)), Some(Reason::Pieces(_))));
+    assert!(matches!(why(float(1 << 40, LEAST)), Some(Reason::Tiles(_))));
     // One shot is faster.
     let short = (function == AllReduce).then_some(Reason::Earlier);
     assert_eq!(why(float(8, 0)), short);
-    for (ranks, data_type, engines, reason) in [
-        (4, DataType::Int32, Engines::Reach, Reason::NoStraightKernel),
-        (3, DataType::Float32, Engines::Reach, Reason::NoStraightKernel),
-        (4, DataType::Float32, Engines::NoWindow, Reason::NoWindow),
-        (4, DataType::Float32, Engines::NotReached, Reason::NotReached),
-        (4, DataType::Float32, Engines::Unfit, Reason::Unfit),
+    for (ranks, data_type, window, reason) in [
+        (4, DataType::Int32, WindowSupport::Reach, Reason::NoZeroCopyKernel),
+        (
+            3,
+            DataType::Float32,
+            WindowSupport::Reach,
+            Reason::NoZeroCopyKernel,
+        ),
+        (4, DataType::Float32, WindowSupport::NoWindow, Reason::NoWindow),
+        (
+            4,
+            DataType::Float32,
+            WindowSupport::NotReached,
+            Reason::NotReached,
+        ),
+        (4, DataType::Float32, WindowSupport::Unfit, Reason::Unfit),
     ] {
-        assert_eq!(why(near(ranks, data_type, LEAST, LEAST, engines)), Some(reason));
+        assert_eq!(why(near(ranks, data_type, LEAST, LEAST, window)), Some(reason));
     }
 }
 
@@ -326,57 +340,57 @@ fn small_messages_take_one_channel_and_large_ones_all() {
 fn every_row_but_the_chosen_one_has_a_reason() {
     for function in Function::ALL {
         for bytes in [0, 4 << 10, 64 << 10, u64::MAX] {
-            for peers in [false, true] {
-                let asked = Asked {
-                    peers,
-                    ..asked(*function, bytes)
+            for peer_access in [false, true] {
+                let query = Query {
+                    peer_access,
+                    ..query(*function, bytes)
                 };
-                let rows: Vec<_> = explain(&asked).collect();
+                let rows: Vec<_> = explain(&query).collect();
                 assert_eq!(rows.len(), TABLE.len());
                 let taken: Vec<_> = rows.iter().filter(|(_, reason)| reason.is_none()).collect();
-                assert_eq!(taken.len(), 1, "{asked:?}");
-                assert_eq!(Some(taken[0].0), choose(&asked));
+                assert_eq!(taken.len(), 1, "{query:?}");
+                assert_eq!(Some(taken[0].0), choose(&query));
             }
         }
     }
-    let reason = |asked: Asked, algorithm, protocol| {
+    let reason = |query: Query, algorithm, protocol| {
         let row = |(row, _): &(&Row, Option<Reason>)| {
-            row.functions.contains(&asked.function)
+            row.functions.contains(&query.function)
                 && (row.algorithm, row.path.protocol()) == (algorithm, protocol)
         };
-        explain(&asked).find(row).unwrap().1
+        explain(&query).find(row).unwrap().1
     };
     use Algorithm::{Direct, OneShot, Ring, TwoShot};
     use Protocol::{Ll, Ll128, Simple};
-    let short = asked(AllReduce, 8);
-    assert_eq!(reason(short, OneShot, Ll), Some(Reason::NoPeers));
-    assert_eq!(reason(short, TwoShot, Ll128), Some(Reason::NoPeers));
+    let short = query(AllReduce, 8);
+    assert_eq!(reason(short, OneShot, Ll), Some(Reason::NoPeerAccess));
+    assert_eq!(reason(short, TwoShot, Ll128), Some(Reason::NoPeerAccess));
     assert_eq!(reason(short, OneShot, Simple), None);
     assert_eq!(reason(short, Ring, Simple), Some(Reason::Earlier));
-    let without = Asked {
+    let without = Query {
         one_shot: false,
         ..short
     };
     assert_eq!(reason(without, OneShot, Simple), Some(Reason::NoProgram));
-    let long = asked(AllReduce, 1 << 20);
+    let long = query(AllReduce, 1 << 20);
     assert_eq!(reason(long, OneShot, Ll), Some(Reason::BytesOfAll(512 << 10)));
     assert_eq!(reason(long, OneShot, Simple), Some(Reason::BytesOfAll(16 << 10)));
     assert_eq!(reason(long, Ring, Simple), None);
-    let slot = Asked {
+    let slot = Query {
         slot_bytes: 2 << 10,
-        ..asked(AllReduce, 4 << 10)
+        ..query(AllReduce, 4 << 10)
     };
     assert_eq!(reason(slot, OneShot, Simple), Some(Reason::Slot(2 << 10)));
-    let alone = Asked { ranks: 1, ..short };
+    let alone = Query { ranks: 1, ..short };
     assert_eq!(reason(alone, OneShot, Ll), Some(Reason::OneRank));
-    let scaled = Asked {
+    let scaled = Query {
         reduce_op: ReduceOp::PreMulSum,
         ..short
     };
     assert_eq!(reason(scaled, OneShot, Simple), Some(Reason::OwnFactors));
-    let four = Asked {
-        peers: true,
-        ..asked(Broadcast, 1 << 30)
+    let four = Query {
+        peer_access: true,
+        ..query(Broadcast, 1 << 30)
     };
     assert_eq!(reason(four, Direct, Ll128), Some(Reason::Ranks(2)));
     assert_eq!(explain(&short).last().unwrap().1, Some(Reason::Function));
@@ -386,31 +400,31 @@ fn every_row_but_the_chosen_one_has_a_reason() {
 fn every_function_served_is_served_at_every_size() {
     for function in Function::ALL {
         for bytes in [0, u64::MAX] {
-            assert!(choose(&asked(*function, bytes)).is_some(), "{function}");
+            assert!(choose(&query(*function, bytes)).is_some(), "{function}");
         }
     }
 }
 
 #[test]
 fn a_short_all_reduce_is_done_in_one_shot_where_that_is_possible() {
-    let chosen = |asked: Asked| choose(&asked).unwrap().algorithm;
-    let short = asked(AllReduce, 4 << 10);
+    let chosen = |query: Query| choose(&query).unwrap().algorithm;
+    let short = query(AllReduce, 4 << 10);
     assert_eq!(chosen(short), Algorithm::OneShot);
-    let longer = asked(AllReduce, (4 << 10) + 1);
+    let longer = query(AllReduce, (4 << 10) + 1);
     let others = [
         longer,
-        asked(Reduce, 8),
-        Asked { ranks: 1, ..short },
-        Asked { ranks: 5, ..short },
-        Asked {
+        query(Reduce, 8),
+        Query { ranks: 1, ..short },
+        Query { ranks: 5, ..short },
+        Query {
             slot_bytes: 2 << 10,
             ..short
         },
-        Asked {
+        Query {
             one_shot: false,
             ..short
         },
-        Asked {
+        Query {
             reduce_op: ReduceOp::PreMulSum,
             ..short
         },

@@ -1,8 +1,8 @@
-//! Descriptors of memory that is mapped by pieces, from the rank that has shown it to those that map it.
+//! Descriptors of memory that is mapped in pieces, from the rank that has exported it to the ranks that import it.
 //!
-//! The one has a thread that answers at an abstract unix socket, from when it first shows such memory until its communicator ends. It opens a piece when it is asked
-//! for, and lets go of it when it is sent: a process may have more pieces than it may have descriptors. On a thread of its own, since
-//! the driver may make it wait, and on the other side a thread waits for it that has its own rank's memory to show.
+//! The exporting rank has a thread that answers at an abstract unix socket, from its first export of such memory until its communicator ends. It opens a
+//! piece when that is requested and closes it when it is sent: a process may have more pieces than it may have descriptors. It is a thread of its own,
+//! since the driver may make it wait, while the thread that waits for it on the other side has buffers of its own rank to export.
 
 use std::{
     io,
@@ -15,6 +15,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ringsight_comm_base::log;
+
 use crate::{
     bootstrap::{
         sys::{self, Wake},
@@ -22,10 +24,9 @@ use crate::{
     },
     checks::wire::Rest,
     device::{self, Device, DeviceError, Piece, Result},
-    log,
 };
 
-/// What questions begin with.
+/// First four bytes of a request.
 const MAGIC: u32 = 0x5250_4350;
 /// How long either side waits for the other.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -33,26 +34,26 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const LOOKS: Duration = Duration::from_millis(100);
 /// Pause when there is no descriptor left to accept a connection.
 const STARVED_PAUSE: Duration = Duration::from_millis(20);
-/// An answer that has a descriptor; any other one says why there is none.
+/// First byte of an answer that has a descriptor. Any other answer says why there is none.
 const HERE: u8 = 1;
 
-/// Where descriptors are had, and what shows the right to them.
+/// Where descriptors are fetched, and the secret that proves the right to them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Ticket {
-    /// Of the abstract socket.
+    /// Name of the abstract socket.
     pub(super) name: String,
     pub(super) secret: u64,
 }
 
-/// What is asked for.
+/// A request for the pieces of an exported buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Question {
+struct PieceRequest {
     secret: u64,
     number: u32,
     generation: u32,
 }
 
-impl Question {
+impl PieceRequest {
     fn encode(self) -> Vec<u8> {
         let mut bytes = MAGIC.to_le_bytes().to_vec();
         bytes.extend(self.secret.to_le_bytes());
@@ -120,18 +121,18 @@ fn receive(socket: &Socket, ending: &AtomicBool) -> io::Result<(Vec<u8>, Option<
     }
 }
 
-/// Gives the pieces of what was shown under a number and a generation.
+/// Gives the pieces that were exported under a number and a generation.
 pub(super) type Find = Box<dyn Fn(u32, u32) -> Option<Arc<[Piece]>> + Send>;
 
 /// The thread that answers. Dropping it ends it.
-pub(super) struct Offers {
+pub(super) struct PieceServer {
     ticket: Ticket,
     ending: Arc<AtomicBool>,
     wake: Arc<Wake>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Offers {
+impl PieceServer {
     /// Of a rank on device number `device`.
     pub(super) fn new(device: i32, rank: u32, find: Find) -> io::Result<Self> {
         let name = format!(
@@ -169,7 +170,7 @@ impl Offers {
     }
 }
 
-impl Drop for Offers {
+impl Drop for PieceServer {
     fn drop(&mut self) {
         // Relaxed: see `wait`.
         self.ending.store(true, Ordering::Relaxed);
@@ -218,14 +219,15 @@ impl Server {
         }
     }
 
-    /// One after another: each of a few ranks asks once for what is shown.
+    /// Serves one client after another: each of a few ranks asks once for each export.
     fn serve(&self, device: &dyn Device, client: &Socket) -> io::Result<()> {
         let refused = |text: &str| io::Error::new(io::ErrorKind::PermissionDenied, text);
         if unix::friend(client).is_none() {
             return Err(refused("another user asks"));
         }
         let (question, _) = receive(client, &self.ending)?;
-        let question = Question::parse(&question).ok_or_else(|| refused("a question that cannot be read"))?;
+        let question =
+            PieceRequest::parse(&question).ok_or_else(|| refused("a question that cannot be read"))?;
         if question.secret != self.secret {
             return Err(refused("a wrong secret"));
         }
@@ -250,7 +252,7 @@ impl Server {
     }
 }
 
-/// Descriptors of what another rank has shown, one after another.
+/// Descriptors of the pieces that another rank has exported, one after another.
 pub(super) struct Fetch<'a> {
     socket: Socket,
     ending: &'a AtomicBool,
@@ -269,7 +271,7 @@ impl<'a> Fetch<'a> {
         };
         // Its queue is longer than there are ranks.
         let socket = unix::connect(&ticket.name).map_err(failed)?;
-        let question = Question {
+        let question = PieceRequest {
             secret: ticket.secret,
             number,
             generation,
@@ -301,18 +303,18 @@ mod tests {
 
     #[test]
     fn questions_survive_the_way_and_rubbish_is_none() {
-        let question = Question {
+        let question = PieceRequest {
             secret: 1 << 63,
             number: 3,
             generation: 9,
         };
         let bytes = question.encode();
-        assert_eq!(Question::parse(&bytes), Some(question));
+        assert_eq!(PieceRequest::parse(&bytes), Some(question));
         for length in 0..bytes.len() {
-            assert_eq!(Question::parse(&bytes[..length]), None);
+            assert_eq!(PieceRequest::parse(&bytes[..length]), None);
         }
-        assert_eq!(Question::parse(&[&bytes[..], &[0]].concat()), None);
-        assert_eq!(Question::parse(&[0; 20]), None);
+        assert_eq!(PieceRequest::parse(&[&bytes[..], &[0]].concat()), None);
+        assert_eq!(PieceRequest::parse(&[0; 20]), None);
     }
 
     /// A listener, and who has connected to it.
@@ -356,7 +358,7 @@ mod tests {
     fn nothing_is_given_to_who_does_not_know_the_secret() {
         let question = |secret| {
             let (number, generation) = (1, 1);
-            Question {
+            PieceRequest {
                 secret,
                 number,
                 generation,

@@ -1,5 +1,7 @@
-//! What [the table](super::table) by which algorithms are chosen consists of. Every rank reads the same table with the same values, so that
-//! all come to the same choice. Why a row does not serve an operation is data, too ([`Reason`]): `ringsight explain` tells it.
+//! The rows of the table, and when a row serves an operation ([`Row::refuses`]).
+//!
+//! Every rank reads the same table with the same values, so all ranks come to the same row. Why a row does not serve an operation is data
+//! too ([`Reason`]): `ringsight explain` prints it.
 
 use std::fmt;
 
@@ -10,76 +12,79 @@ use ringsight_kernels::cuda::{
 };
 use ringsight_records::{Algorithm, DataType, Function, ReduceOp};
 
-use super::limits::Limits;
-use crate::op::{DataPath, is_made_of_messages};
+use crate::{
+    op::{DataPath, is_made_of_messages},
+    plan::limits::Limits,
+};
 
-/// What the choice depends on; all of it is the same on every rank.
+/// What the choice for an operation depends on. All of it is the same on every rank.
 #[derive(Clone, Copy, Debug)]
-pub struct Asked {
+pub(crate) struct Query {
     /// Function.
-    pub function: Function,
+    pub(crate) function: Function,
     /// Reduction.
-    pub reduce_op: ReduceOp,
-    /// Of elements.
-    pub data_type: DataType,
-    /// [`super::Request::bytes`], or those of one message where the operation is made of several.
-    pub bytes: u64,
+    pub(crate) reduce_op: ReduceOp,
+    /// Element type.
+    pub(crate) data_type: DataType,
+    /// [`crate::op::Request::bytes`], or those of one message where the operation is made of several.
+    pub(crate) bytes: u64,
     /// Ranks of the communicator.
-    pub ranks: u32,
+    pub(crate) ranks: u32,
     /// Bytes of a FIFO slot.
-    pub slot_bytes: usize,
+    pub(crate) slot_bytes: usize,
     /// Whether all ranks' devices have programs of [`Algorithm::OneShot`].
-    pub one_shot: bool,
+    pub(crate) one_shot: bool,
     /// Whether all ranks' kernels reach each other's memory.
-    pub peers: bool,
-    /// What copy engines have to do it.
-    pub engines: Engines,
-    /// What the ranks' environments leave.
-    pub limits: Limits,
+    pub(crate) peer_access: bool,
+    /// Whether copy engines can do it.
+    pub(crate) window: WindowSupport,
+    /// Limits that the ranks' environments set.
+    pub(crate) limits: Limits,
 }
 
-impl Asked {
+impl Query {
     /// Bytes of the larger of a rank's buffers, which is what nccl-tests calls the operation's.
-    fn bytes_of_larger(&self) -> u64 {
+    fn larger_buffer_bytes(&self) -> u64 {
         let is_of_messages = is_made_of_messages(self.function) && !self.function.is_p2p();
         let messages = if is_of_messages { self.ranks } else { 1 };
         self.bytes.saturating_mul(messages.into())
     }
 }
 
-/// Whether copy engines can bring an operation's data where it is to be.
+/// Whether copy engines can do an operation in the symmetric window that its buffer is in: the receive buffer, of a reduce_scatter the send
+/// buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Engines {
-    /// The receive buffer, of a reduce_scatter the send buffer, is in no window that all ranks have registered as symmetric.
+pub(crate) enum WindowSupport {
+    /// The buffer is in no window that all ranks have registered as symmetric.
     NoWindow,
-    /// Not all ranks reach those of all others in that window.
+    /// Not all ranks reach the window's parts of all others.
     NotReached,
-    /// It is to be reduced, and begins elsewhere than kernels do or has parts that do, or there is no memory for contributions.
+    /// The operation reduces, and its buffer or a rank's part of it is not aligned to 16 bytes, or there is no memory for contributions.
     Unfit,
     /// They can.
     Reach,
-    /// Who asks does not know.
+    /// The caller of `ringsightExplain` does not know.
     Unknown,
 }
 
-/// A row of [the table](super::table::TABLE): the first whose conditions hold, and whose algorithm is possible, is taken.
+/// A row of [the table](super::TABLE). The first row whose conditions hold, and whose algorithm is possible, is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Row {
+pub(crate) struct Row {
     /// For which functions.
-    pub functions: &'static [Function],
-    /// For at most so many [`Asked::bytes`] of all ranks together.
-    pub max_bytes_of_all: u64,
+    pub(crate) functions: &'static [Function],
+    /// For at most so many [`Query::bytes`], all ranks together.
+    pub(crate) max_bytes_of_all: u64,
     /// For at most so many ranks.
-    pub max_ranks: u32,
+    pub(crate) max_ranks: u32,
     /// Arrangement of the ranks.
-    pub algorithm: Algorithm,
+    pub(crate) algorithm: Algorithm,
     /// How data moves.
-    pub path: DataPath,
+    pub(crate) path: DataPath,
 }
 
 /// Why a row does not serve an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reason {
+pub(crate) enum Reason {
     /// It is for other functions.
     Function,
     /// `RINGSIGHT_ALGO` or `RINGSIGHT_PROTO` leaves it out.
@@ -101,24 +106,24 @@ pub enum Reason {
     /// Some rank's device has no program of it.
     NoProgram,
     /// Not all ranks' kernels reach each other's memory.
-    NoPeers,
-    /// No kernel reduces so straight between callers' buffers.
-    NoStraightKernel,
-    /// Some rank's policy lets kernels do what is shorter than so many bytes of the larger of a rank's buffers, and that is faster.
-    ShortForEngines(u64),
-    /// Copy engines are to move what is reduced from so many bytes of a buffer on.
-    ShortForReducingEngines(u64),
-    /// [`Engines::NoWindow`].
+    NoPeerAccess,
+    /// No zero-copy kernel does this reduction.
+    NoZeroCopyKernel,
+    /// It is for at least so many bytes of the larger of a rank's buffers, unless all ranks want no kernel on the SMs: kernels are faster below.
+    ShortForCopyEngines(u64),
+    /// It is for at least so many bytes of the larger of a rank's buffers, where copy engines move what is reduced.
+    ShortForReducingCopyEngines(u64),
+    /// [`WindowSupport::NoWindow`].
     NoWindow,
-    /// [`Engines::NotReached`].
+    /// [`WindowSupport::NotReached`].
     NotReached,
-    /// [`Engines::Unfit`].
+    /// [`WindowSupport::Unfit`].
     Unfit,
-    /// [`Engines::Unknown`].
+    /// [`WindowSupport::Unknown`].
     UnknownWindow,
-    /// Copy engines move so many bytes of what is reduced.
-    Pieces(u64),
-    /// The memory among peers holds so many bytes.
+    /// Copy engines move at most so many bytes of a reduction.
+    Tiles(u64),
+    /// Peer memory holds so many bytes.
     PeerMemory(u64),
     /// A slot of a FIFO holds so many bytes.
     Slot(u64),
@@ -144,19 +149,19 @@ impl fmt::Display for Reason {
                 f.write_str("each rank's factor (ncclRedOpCreatePreMulSum) is known to that rank alone")
             }
             Self::NoProgram => f.write_str("some rank's device has no program of it"),
-            Self::NoPeers => f.write_str("not all ranks' kernels reach each other's memory"),
-            Self::NoStraightKernel => f.write_str(
-                "no kernel reduces so straight: sums and averages of float32, float16 and bfloat16 among 2, 4 and 8 ranks",
+            Self::NoPeerAccess => f.write_str("not all ranks' kernels reach each other's memory"),
+            Self::NoZeroCopyKernel => f.write_str(
+                "no zero-copy kernel does this reduction: they do sums and averages of float32, float16 and bfloat16 among 2, 4 and 8 ranks",
             ),
-            Self::ShortForEngines(u64::MAX) => f.write_str("RINGSIGHT_ENGINE_BYTES or NCCL_P2P_DIRECT_DISABLE leaves it out"),
-            Self::ShortForEngines(least) => write!(
+            Self::ShortForCopyEngines(u64::MAX) => f.write_str("RINGSIGHT_ENGINE_BYTES or NCCL_P2P_DIRECT_DISABLE leaves it out"),
+            Self::ShortForCopyEngines(least) => write!(
                 f,
                 "it is for at least {least} bytes of the larger of a rank's buffers, unless all ranks' CTAPolicy is zero"
             ),
-            Self::ShortForReducingEngines(u64::MAX) => {
+            Self::ShortForReducingCopyEngines(u64::MAX) => {
                 f.write_str("RINGSIGHT_ENGINE_REDUCE_BYTES or NCCL_P2P_DIRECT_DISABLE leaves it out, or it is a reduce_scatter among two ranks")
             }
-            Self::ShortForReducingEngines(least) => {
+            Self::ShortForReducingCopyEngines(least) => {
                 write!(f, "it is for at least {least} bytes of the larger of a rank's buffers")
             }
             Self::NoWindow => f.write_str(
@@ -169,8 +174,8 @@ impl fmt::Display for Reason {
             Self::Unfit => f.write_str(
                 "the buffer in the window, or a part of it, begins at no multiple of 16 bytes, or some rank has no memory for contributions",
             ),
-            Self::Pieces(most) => write!(f, "it is for at most {most} bytes, by RINGSIGHT_ENGINE_PIECE_BYTES"),
-            Self::PeerMemory(most) => write!(f, "the memory among peers holds {most} bytes"),
+            Self::Tiles(most) => write!(f, "it is for at most {most} bytes, by RINGSIGHT_ENGINE_PIECE_BYTES"),
+            Self::PeerMemory(most) => write!(f, "peer memory holds {most} bytes"),
             Self::Slot(most) => write!(f, "a slot of a FIFO holds {most} bytes"),
             Self::Earlier => f.write_str("a row before it serves the operation"),
         }
@@ -203,20 +208,20 @@ impl Row {
     }
 
     /// Why it does not serve an operation; `None` if it does.
-    pub(super) fn refuses(&self, asked: &Asked) -> Option<Reason> {
-        if !self.functions.contains(&asked.function) {
+    pub(super) fn refuses(&self, query: &Query) -> Option<Reason> {
+        if !self.functions.contains(&query.function) {
             return Some(Reason::Function);
         }
-        let limits = &asked.limits;
-        if !limits.allowed.has(asked.function, self.algorithm, self.path) {
+        let limits = &query.limits;
+        if !limits.allowed.has(query.function, self.algorithm, self.path) {
             return Some(Reason::LeftOut);
         }
         // Of a message those of both of its.
-        let ranks = if asked.function.is_p2p() { 2 } else { asked.ranks };
-        let of_all = asked.bytes.saturating_mul(ranks.into());
-        let straight_bytes = limits.straight_bytes_of(asked.function, asked.ranks);
-        if self.path.is_zero_copy() && asked.bytes_of_larger() < straight_bytes {
-            return Some(Reason::Short(straight_bytes));
+        let ranks = if query.function.is_p2p() { 2 } else { query.ranks };
+        let of_all = query.bytes.saturating_mul(ranks.into());
+        let zero_copy_bytes = limits.zero_copy_bytes_of(query.function, query.ranks);
+        if self.path.is_zero_copy() && query.larger_buffer_bytes() < zero_copy_bytes {
+            return Some(Reason::Short(zero_copy_bytes));
         }
         if self.path == DataPath::Push && of_all < limits.push_bytes {
             return Some(Reason::ShortOfAll(limits.push_bytes));
@@ -224,64 +229,64 @@ impl Row {
         if of_all > self.max_bytes_of_all {
             return Some(Reason::BytesOfAll(self.max_bytes_of_all));
         }
-        if asked.ranks > self.max_ranks {
+        if query.ranks > self.max_ranks {
             return Some(Reason::Ranks(self.max_ranks));
         }
         if self.path.is_copy_engine() {
-            let least = limits.engine_bytes_of(asked.function, asked.ranks);
-            let lacks = match asked.engines {
-                _ if asked.bytes_of_larger() < least => Some(if asked.function.reduces() {
-                    Reason::ShortForReducingEngines(least)
+            let least = limits.copy_engine_bytes_of(query.function, query.ranks);
+            let lacks = match query.window {
+                _ if query.larger_buffer_bytes() < least => Some(if query.function.reduces() {
+                    Reason::ShortForReducingCopyEngines(least)
                 } else {
-                    Reason::ShortForEngines(least)
+                    Reason::ShortForCopyEngines(least)
                 }),
-                Engines::NoWindow => Some(Reason::NoWindow),
-                Engines::NotReached => Some(Reason::NotReached),
-                Engines::Unknown => Some(Reason::UnknownWindow),
-                Engines::Unfit => Some(Reason::Unfit),
-                Engines::Reach => None,
+                WindowSupport::NoWindow => Some(Reason::NoWindow),
+                WindowSupport::NotReached => Some(Reason::NotReached),
+                WindowSupport::Unknown => Some(Reason::UnknownWindow),
+                WindowSupport::Unfit => Some(Reason::Unfit),
+                WindowSupport::Reach => None,
             };
             if lacks.is_some() {
                 return lacks;
             }
         }
-        self.is_impossible(asked)
+        self.is_impossible(query)
     }
 
     /// Why there is no program, wherever the table puts its limits.
-    fn is_impossible(&self, asked: &Asked) -> Option<Reason> {
+    fn is_impossible(&self, query: &Query) -> Option<Reason> {
         if self.algorithm != Algorithm::OneShot && !self.path.is_peer_access() {
             return None;
         }
-        if asked.ranks < 2 {
+        if query.ranks < 2 {
             return Some(Reason::OneRank);
         }
-        if asked.reduce_op == ReduceOp::PreMulSum {
+        if query.reduce_op == ReduceOp::PreMulSum {
             return Some(Reason::OwnFactors);
         }
-        if self.algorithm == Algorithm::TwoShot && !has_two_shot(asked.function, asked.ranks as usize) {
+        if self.algorithm == Algorithm::TwoShot && !has_two_shot(query.function, query.ranks as usize) {
             return Some(Reason::NobodyElse);
         }
         let (absent, most, reason): (_, _, fn(u64) -> Reason) = if self.path.is_peer_access() {
             let (most, reason): (_, fn(u64) -> Reason) = match self.algorithm {
-                Algorithm::OneShot => (one_shot_bytes(asked.ranks as usize) as u64, Reason::PeerMemory),
-                _ if self.path.is_copy_engine() && asked.function.reduces() => (
-                    max_bytes(asked.ranks as usize, asked.limits.piece_bytes),
-                    Reason::Pieces,
+                Algorithm::OneShot => (one_shot_bytes(query.ranks as usize) as u64, Reason::PeerMemory),
+                _ if self.path.is_copy_engine() && query.function.reduces() => (
+                    max_bytes(query.ranks as usize, query.limits.tile_bytes),
+                    Reason::Tiles,
                 ),
                 _ => (u64::MAX, Reason::PeerMemory),
             };
-            ((!asked.peers).then_some(Reason::NoPeers), most, reason)
+            ((!query.peer_access).then_some(Reason::NoPeerAccess), most, reason)
         } else {
-            let absent = (!asked.one_shot).then_some(Reason::NoProgram);
-            (absent, asked.slot_bytes as u64, Reason::Slot)
+            let absent = (!query.one_shot).then_some(Reason::NoProgram);
+            (absent, query.slot_bytes as u64, Reason::Slot)
         };
         let absent = absent.or_else(|| {
-            let reduces = has_sum_kernel(asked.reduce_op, asked.data_type, asked.ranks);
+            let reduces = has_sum_kernel(query.reduce_op, query.data_type, query.ranks);
             let is_for_sums =
-                asked.function.reduces() && (self.path.is_zero_copy() || self.path.is_copy_engine());
-            (is_for_sums && !reduces).then_some(Reason::NoStraightKernel)
+                query.function.reduces() && (self.path.is_zero_copy() || self.path.is_copy_engine());
+            (is_for_sums && !reduces).then_some(Reason::NoZeroCopyKernel)
         });
-        absent.or((asked.bytes > most).then(|| reason(most)))
+        absent.or((query.bytes > most).then(|| reason(most)))
     }
 }

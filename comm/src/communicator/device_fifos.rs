@@ -1,4 +1,4 @@
-//! Making the memory of [`crate::transport::arena`].
+//! FIFOs in the memory of GPUs: making the memory of [`crate::transport::arena`].
 
 use std::{
     collections::HashMap,
@@ -8,14 +8,13 @@ use std::{
     },
 };
 
+use ringsight_comm_base::{error::Result, log};
 use ringsight_kernels::fifo::{PRODUCER_BYTES, is_drained};
 
-use super::peers::{self, Memory, p2p_disabled};
+use super::peer_memory::{self, Memory, p2p_disabled};
 use crate::{
     bootstrap::Bootstrap,
     device::{Device, DeviceError, Reached, device},
-    error::Result,
-    log,
     topology::{ProcessDevice, Topology},
     transport::arena::{Arena, Layout},
 };
@@ -23,8 +22,8 @@ use crate::{
 /// Blocks that one GPU certainly runs side by side. A kernel waits for kernels of other ranks: those of one GPU must fit.
 const BLOCKS_OF_GPU: u32 = 96;
 
-/// What a communicator has of it.
-pub(super) struct Shared {
+/// FIFOs of a communicator in the memory of GPUs.
+pub(super) struct DeviceFifos {
     pub(super) arena: Arc<Arena>,
     /// All ranks reach all: everything is here.
     pub(super) is_whole: bool,
@@ -57,7 +56,7 @@ pub(super) fn connect(
     topology: &Topology,
     wanted: u32,
     slot_bytes: usize,
-) -> Result<Option<Shared>> {
+) -> Result<Option<DeviceFifos>> {
     let (rank, ranks) = (bootstrap.rank(), bootstrap.ranks());
     let members = topology.local_ranks().to_vec();
     let layout = Layout::new(channels_of(topology, wanted) as usize, members.len(), slot_bytes);
@@ -101,7 +100,7 @@ pub(super) fn connect(
         if is_whole { "" } else { " for some ranks" },
         layout.parts(),
     );
-    Ok(Some(Shared {
+    Ok(Some(DeviceFifos {
         arena: Arc::new(Arena::new(
             layout,
             (rank, ranks),
@@ -157,7 +156,7 @@ fn reach(device: &dyn Device, rank: u32, handle: &[u8], memory: &mut Memory) -> 
     }
 }
 
-impl Shared {
+impl DeviceFifos {
     /// No communicator comes of it, on no rank: nobody writes here.
     pub(super) fn leave_unused(&self) {
         // Relaxed: see `settle`.
@@ -170,7 +169,7 @@ impl Shared {
         // Ranks of this process keep the memory themselves.
         let (base, bytes) = self.own;
         let is_taken = |bytes: &[u8]| bytes.chunks_exact(PRODUCER_BYTES).all(is_drained);
-        let settled = !self.foreign || peers::settle((base, bytes), is_taken, failed);
+        let settled = !self.foreign || peer_memory::settle((base, bytes), is_taken, failed);
         // Relaxed: read by whoever drops the last reference, which orders it.
         self.ended_well.store(settled, Ordering::Relaxed);
     }

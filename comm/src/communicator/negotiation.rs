@@ -1,16 +1,14 @@
-//! What the ranks of a communicator must agree on before they connect.
+//! Parameters that the ranks of a communicator negotiate before they connect: each rank proposes, and all use what every rank can do.
 
+use ringsight_comm_base::{
+    env::number,
+    error::{Error, Result},
+};
 use ringsight_kernels::fifo::SLOTS;
 use ringsight_records::Algorithm;
 
 use super::config::{Config, MAX_CHANNELS};
-use crate::{
-    device,
-    env::number,
-    error::{Error, Result},
-    op::WORK_FIFO_DEPTH,
-    plan::limits::Limits,
-};
+use crate::{device, op::WORK_FIFO_DEPTH, plan::limits::Limits};
 
 const DEFAULT_CHANNELS: u32 = 2;
 /// `NCCL_CTA_POLICY_ZERO`.
@@ -18,11 +16,11 @@ const ZERO_CTA: u32 = 2;
 /// `NCCL_BUFFSIZE` by default: slots of 128 KiB stay in a core's cache between its producer and its consumer.
 const DEFAULT_BUFFER_BYTES: usize = 1 << 20;
 
-/// What the ranks must agree on, as they tell each other.
-pub(super) struct Terms {
+/// What one rank proposes.
+pub(super) struct Proposal {
     min_channels: u32,
     /// Where FIFOs are in the memory of devices; 0 if they cannot be.
-    near_channels: u32,
+    device_fifo_channels: u32,
     max_channels: u32,
     slot_bytes: u64,
     work_fifo_depth: u64,
@@ -34,12 +32,12 @@ pub(super) struct Terms {
     limits: Limits,
 }
 
-/// What the ranks have agreed on.
+/// What all ranks use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Agreement {
+pub(super) struct NegotiatedParameters {
     pub(super) channels: u32,
     /// Channels where FIFOs are in the memory of devices; `None` if any rank has no such memory.
-    pub(super) near_channels: Option<u32>,
+    pub(super) device_fifo_channels: Option<u32>,
     pub(super) slot_bytes: usize,
     pub(super) work_fifo_depth: usize,
     /// All of them can share their parent's proxies.
@@ -50,10 +48,10 @@ pub(super) struct Agreement {
     pub(super) limits: Limits,
 }
 
-impl Terms {
+impl Proposal {
     const BYTES: usize = 30 + Limits::BYTES;
 
-    /// What this rank asks for.
+    /// The proposal of this rank.
     ///
     /// # Errors
     /// A variable with an impossible value.
@@ -67,7 +65,7 @@ impl Terms {
         let depth: usize = number("RINGSIGHT_WORK_FIFO_DEPTH")?.unwrap_or(WORK_FIFO_DEPTH);
         let near = device::device()?.near_channels().unwrap_or(0);
         Ok(Self {
-            near_channels: match config.min_channels {
+            device_fifo_channels: match config.min_channels {
                 Some(min) if near > 0 => min.clamp(1, MAX_CHANNELS),
                 _ => near,
             },
@@ -92,12 +90,12 @@ impl Terms {
         bytes[16..24].copy_from_slice(&self.work_fifo_depth.to_le_bytes());
         bytes[24] = self.share.into();
         bytes[25] = self.one_shot.into();
-        bytes[26..30].copy_from_slice(&self.near_channels.to_le_bytes());
+        bytes[26..30].copy_from_slice(&self.device_fifo_channels.to_le_bytes());
         bytes[30..].copy_from_slice(&self.limits.to_bytes());
         bytes
     }
 
-    /// `None` for what [`Terms::to_bytes`] did not write.
+    /// `None` for what [`Proposal::to_bytes`] did not write.
     pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (min, rest) = bytes.split_first_chunk()?;
         let (max, rest) = rest.split_first_chunk()?;
@@ -114,16 +112,16 @@ impl Terms {
             work_fifo_depth: u64::from_le_bytes(*depth),
             share: *share == 1,
             one_shot: *one_shot == 1,
-            near_channels: u32::from_le_bytes(*near),
+            device_fifo_channels: u32::from_le_bytes(*near),
             limits: Limits::from_bytes(limits)?,
         })
     }
 
     /// Feeds bytes to the parser, for [`crate::fuzzing`]: whatever a rank says, what all agree on is possible.
     pub(super) fn fuzz(data: &[u8]) {
-        if let Some(terms) = Self::from_bytes(data) {
-            assert_eq!(terms.to_bytes(), data);
-            let agreed = Self::agree(&[terms]);
+        if let Some(proposal) = Self::from_bytes(data) {
+            assert_eq!(proposal.to_bytes(), data);
+            let agreed = Self::agree(&[proposal]);
             assert!((1..=MAX_CHANNELS).contains(&agreed.channels));
             assert!((64..=1 << 30).contains(&agreed.slot_bytes));
             assert!((2..=1 << 20).contains(&agreed.work_fifo_depth));
@@ -131,35 +129,43 @@ impl Terms {
     }
 
     /// What holds for everybody: the greatest minimum, the least maximum.
-    pub(super) fn agree(all: &[Self]) -> Agreement {
-        let min = all.iter().map(|terms| terms.min_channels).max().unwrap_or(1);
+    pub(super) fn agree(all: &[Self]) -> NegotiatedParameters {
+        let min = all
+            .iter()
+            .map(|proposal| proposal.min_channels)
+            .max()
+            .unwrap_or(1);
         let max = all
             .iter()
-            .map(|terms| terms.max_channels)
+            .map(|proposal| proposal.max_channels)
             .min()
             .unwrap_or(MAX_CHANNELS);
         let slot = all
             .iter()
-            .map(|terms| terms.slot_bytes)
+            .map(|proposal| proposal.slot_bytes)
             .min()
             .unwrap_or(4096)
             .clamp(64, 1 << 30);
-        let near = all.iter().map(|terms| terms.near_channels);
+        let near = all.iter().map(|proposal| proposal.device_fifo_channels);
         let all_near = near.clone().all(|channels| channels > 0);
         let near = near.max().filter(|_| all_near);
-        let depth = all.iter().map(|terms| terms.work_fifo_depth).min().unwrap_or(2);
+        let depth = all
+            .iter()
+            .map(|proposal| proposal.work_fifo_depth)
+            .min()
+            .unwrap_or(2);
         let depth = depth.clamp(2, 1 << 20);
         let limits = all
             .iter()
-            .map(|terms| terms.limits)
+            .map(|proposal| proposal.limits)
             .reduce(|left, own| left.and(&own));
-        Agreement {
+        NegotiatedParameters {
             channels: DEFAULT_CHANNELS.max(min).min(max).clamp(1, MAX_CHANNELS),
-            near_channels: near.map(|near| near.min(max).clamp(1, MAX_CHANNELS)),
+            device_fifo_channels: near.map(|near| near.min(max).clamp(1, MAX_CHANNELS)),
             slot_bytes: slot as usize,
             work_fifo_depth: usize::try_from(depth).unwrap_or(WORK_FIFO_DEPTH),
-            share: all.iter().all(|terms| terms.share),
-            one_shot: all.iter().all(|terms| terms.one_shot),
+            share: all.iter().all(|proposal| proposal.share),
+            one_shot: all.iter().all(|proposal| proposal.one_shot),
             limits: limits.unwrap_or_default(),
         }
     }
@@ -171,58 +177,58 @@ mod tests {
 
     #[test]
     fn ranks_agree_whatever_they_ask_for() {
-        let terms = |min_channels, max_channels| Terms {
+        let proposal = |min_channels, max_channels| Proposal {
             min_channels,
-            near_channels: 4 * min_channels - 4,
+            device_fifo_channels: 4 * min_channels - 4,
             max_channels,
             slot_bytes: 4096 * u64::from(min_channels),
             work_fifo_depth: 8,
             share: min_channels == 4,
             one_shot: max_channels == 32,
             limits: Limits {
-                straight_bytes: Some(u64::from(max_channels)),
+                zero_copy_bytes: Some(u64::from(max_channels)),
                 push_bytes: u64::from(min_channels),
                 ..Limits::default()
             },
         };
-        assert_eq!(Terms::agree(&[terms(1, 32), terms(1, 32)]).channels, 2);
-        let agreed = Agreement {
+        assert_eq!(Proposal::agree(&[proposal(1, 32), proposal(1, 32)]).channels, 2);
+        let agreed = NegotiatedParameters {
             channels: 4,
             // One of them has no memory for that.
-            near_channels: None,
+            device_fifo_channels: None,
             slot_bytes: 4096,
             work_fifo_depth: 8,
             share: false,
             one_shot: false,
             // Nobody does what another does not.
             limits: Limits {
-                straight_bytes: Some(32),
+                zero_copy_bytes: Some(32),
                 push_bytes: 4,
                 ..Limits::default()
             },
         };
-        assert_eq!(Terms::agree(&[terms(4, 8), terms(1, 32)]), agreed);
-        assert!(Terms::agree(&[terms(4, 8), terms(4, 9)]).share);
-        assert!(Terms::agree(&[terms(4, 32), terms(1, 32)]).one_shot);
+        assert_eq!(Proposal::agree(&[proposal(4, 8), proposal(1, 32)]), agreed);
+        assert!(Proposal::agree(&[proposal(4, 8), proposal(4, 9)]).share);
+        assert!(Proposal::agree(&[proposal(4, 32), proposal(1, 32)]).one_shot);
         assert_eq!(
-            Terms::agree(&[terms(4, 32), terms(3, 10)]).near_channels,
+            Proposal::agree(&[proposal(4, 32), proposal(3, 10)]).device_fifo_channels,
             Some(10)
         );
         assert_eq!(
-            Terms::agree(&[terms(4, 8), terms(1, 1)]).channels,
+            Proposal::agree(&[proposal(4, 8), proposal(1, 1)]).channels,
             1,
             "the least maximum wins"
         );
-        let there_and_back = Terms::from_bytes(&terms(4, 8).to_bytes()).unwrap();
+        let there_and_back = Proposal::from_bytes(&proposal(4, 8).to_bytes()).unwrap();
         assert_eq!(
             (there_and_back.min_channels, there_and_back.slot_bytes),
             (4, 4 * 4096)
         );
-        assert_eq!(there_and_back.near_channels, 12);
+        assert_eq!(there_and_back.device_fifo_channels, 12);
         assert!(
-            Terms::from_bytes(&[0; Terms::BYTES - 1]).is_none()
-                && Terms::from_bytes(&[0; Terms::BYTES + 1]).is_none()
+            Proposal::from_bytes(&[0; Proposal::BYTES - 1]).is_none()
+                && Proposal::from_bytes(&[0; Proposal::BYTES + 1]).is_none()
         );
-        assert!(Terms::from_bytes(&[2; Terms::BYTES]).is_none());
+        assert!(Proposal::from_bytes(&[2; Proposal::BYTES]).is_none());
     }
 }

@@ -1,21 +1,18 @@
-//! The table against what was measured: every way of every operation over sizes, by the part `tune` of a bundle for GPU hosts.
+//! The table against measurements: the part `tune` of a bundle for GPU hosts times every row that serves an operation, over sizes.
 
 use std::collections::BTreeMap;
 
 use ringsight_records::{DataType, Function, ReduceOp};
 
-use super::{
-    algorithm::{Asked, Engines},
-    limits::Limits,
-    table::choose,
-};
+use super::{Query, WindowSupport, choose};
+use crate::plan::limits::Limits;
 
-const MEASURED: &str = include_str!("../../../measurements/tuning.jsonl");
-/// What is taken may be so much slower than the best: two runs of the same differ by as much.
+const MEASURED: &str = include_str!("../../../../measurements/tuning.jsonl");
+/// The chosen row may be this much slower than the fastest: two runs of one row differ by as much.
 const TOLERANCE: f64 = 1.1;
 
 /// What the library asks of the table for an operation of the driver's.
-fn asked(operation: &str, data_type: DataType, bytes: u64, ranks: u32) -> Asked {
+fn query(operation: &str, data_type: DataType, bytes: u64, ranks: u32) -> Query {
     let function = Function::ALL.iter().find(|function| function.name() == operation);
     let function = function.copied().unwrap_or(Function::Send);
     let bytes = match function {
@@ -23,7 +20,7 @@ fn asked(operation: &str, data_type: DataType, bytes: u64, ranks: u32) -> Asked 
         Function::AlltoAll | Function::Gather | Function::Scatter => bytes / u64::from(ranks),
         _ => bytes,
     };
-    Asked {
+    Query {
         function,
         reduce_op: ReduceOp::Sum,
         data_type,
@@ -31,8 +28,8 @@ fn asked(operation: &str, data_type: DataType, bytes: u64, ranks: u32) -> Asked 
         ranks,
         slot_bytes: 128 << 10,
         one_shot: true,
-        peers: true,
-        engines: Engines::NoWindow,
+        peer_access: true,
+        window: WindowSupport::NoWindow,
         limits: Limits::default(),
     }
 }
@@ -93,7 +90,7 @@ fn the_table_takes_what_was_measured_to_be_fastest() {
     for ((ranks, operation, name, bytes), mut ways) in sizes {
         ways.remove("table");
         let data_type = DataType::ALL.iter().find(|each| each.name() == name).unwrap();
-        let row = choose(&asked(operation, *data_type, bytes, ranks)).unwrap();
+        let row = choose(&query(operation, *data_type, bytes, ranks)).unwrap();
         let way = format!("{}/{}", row.algorithm, row.path.protocol());
         let (best, least) = ways.iter().min_by(|a, b| a.1.total_cmp(b.1)).unwrap();
         let taken = ways.get(&*way).copied();

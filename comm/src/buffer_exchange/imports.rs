@@ -1,4 +1,4 @@
-//! What this rank has mapped of the others' memory.
+//! The buffers of other ranks that this rank has imported.
 
 use std::{
     any::Any,
@@ -10,21 +10,21 @@ use std::{
 
 use ringsight_comm_base::sync::lock;
 
-use super::Maps;
+use super::BufferExchange;
 
-/// What has been mapped, by rank and number.
-pub(crate) type Mapped = Mutex<HashMap<(u32, u32), Arc<MappedMemory>>>;
+/// Imported buffers, by rank and number.
+pub(crate) type ImportedBuffers = Mutex<HashMap<(u32, u32), Arc<ImportedBuffer>>>;
 
 /// An allocation of another process, as it is mapped here.
-pub(crate) struct MappedMemory {
+pub(crate) struct ImportedBuffer {
     generation: u32,
     /// Where it begins for this rank's device.
     pub(crate) base: u64,
-    /// Lets go of it.
+    /// Closes it when dropped.
     _memory: Box<dyn Any + Send + Sync>,
 }
 
-impl MappedMemory {
+impl ImportedBuffer {
     pub(super) fn new(generation: u32, base: u64, memory: Box<dyn Any + Send + Sync>) -> Self {
         Self {
             generation,
@@ -34,28 +34,27 @@ impl MappedMemory {
     }
 }
 
-impl Maps {
-    /// What rank `from` has shown under a number and a generation, once this one has mapped it: waits for that, at most so long and not
-    /// where `is_over` says that it is in vain.
+impl BufferExchange {
+    /// Waits until this rank has imported a number and generation of rank `from`, at most `limit`, and not where `is_over` says that it never will.
     ///
     /// # Errors
-    /// Why it is not there: in words.
-    pub(crate) fn reached(
+    /// Why it is not imported, in words.
+    pub(crate) fn wait_for_import(
         &self,
         from: u32,
         (number, generation): (u32, u32),
         limit: Duration,
         is_over: impl Fn() -> bool,
-    ) -> Result<Arc<MappedMemory>, String> {
+    ) -> Result<Arc<ImportedBuffer>, String> {
         let deadline = Instant::now() + limit;
         loop {
-            let mapped = self.table.mapped.upgrade();
-            let found = mapped.and_then(|mapped| lock(&mapped).get(&(from, number)).cloned());
+            let imported = self.shared.imported.upgrade();
+            let found = imported.and_then(|imported| lock(&imported).get(&(from, number)).cloned());
             if let Some(memory) = found.filter(|memory| memory.generation == generation) {
                 return Ok(memory);
             }
             if is_over() || Instant::now() >= deadline {
-                let failure = lock(&self.table.failures).get(&(from, number)).cloned();
+                let failure = lock(&self.shared.failures).get(&(from, number)).cloned();
                 let failure = failure.filter(|(of, _)| *of == generation);
                 return Err(failure.map_or_else(
                     || format!("it was not mapped within {} s", limit.as_secs()),

@@ -11,18 +11,20 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ringsight_comm_base::{
+    error::{Error, Result, ResultCode},
+    log,
+};
 use ringsight_kernels::{
     Fifo, PeerMemory,
     cuda::peer_memory::{self, MAX_PEERS, MESSAGE_COUNTS, PeerHeader, PreviousRing, are_messages_received},
 };
 
-use super::arenas::Shared as Near;
+use super::device_fifos::DeviceFifos;
 use crate::{
     bootstrap::Bootstrap,
-    buffer_exchange::Mapped,
+    buffer_exchange::ImportedBuffers,
     device::{Device, DeviceError, Share, device},
-    error::{Error, Result, ResultCode},
-    log,
     topology::Topology,
     transport::RingConnections,
 };
@@ -35,7 +37,7 @@ pub(super) struct Memory {
     pub(super) own: Option<Box<dyn Any + Send + Sync>>,
     pub(super) others: Vec<Box<dyn Any + Send + Sync>>,
     /// What callers of other processes have in theirs.
-    _mapped: Arc<Mapped>,
+    _mapped: Arc<ImportedBuffers>,
     /// Some of them are of other processes.
     pub(super) foreign: bool,
     ended_well: Arc<AtomicBool>,
@@ -97,7 +99,7 @@ pub(super) fn is_settled(peers: &PeerMemory, failed: impl Fn() -> bool) -> bool 
 
 /// Whether the user wants no rank to reach another's memory.
 pub(super) fn p2p_disabled() -> bool {
-    crate::env::switch("NCCL_P2P_DISABLE", false)
+    ringsight_comm_base::env::switch("NCCL_P2P_DISABLE", false)
 }
 
 impl Drop for Memory {
@@ -227,7 +229,7 @@ fn agree<T>(
 
 /// Makes the memory and reaches that of the others, or says why any rank cannot. All ranks call it, and all get the same answer.
 /// With it comes where mappings of callers' memory are kept, which lives as long. `ended_well` is to be set when nobody writes there any more.
-/// Where all ranks fail it is set here, and `near`, the memory of FIFOs, is told that nobody writes there either. `most`: the most blocks that a kernel of this
+/// Where all ranks fail it is set here, and `device_fifos` are told that nobody writes there either. `most`: the most blocks that a kernel of this
 /// rank may have (`maxCTAs`); the least of all ranks' holds.
 ///
 /// # Errors
@@ -237,9 +239,9 @@ pub(super) fn connect(
     topology: &Topology,
     rings: &[Option<RingConnections>],
     ended_well: &Arc<AtomicBool>,
-    near: Option<&Near>,
+    device_fifos: Option<&DeviceFifos>,
     most: Option<u32>,
-) -> Result<Together<(Arc<PeerMemory>, Arc<Mapped>)>> {
+) -> Result<Together<(Arc<PeerMemory>, Arc<ImportedBuffers>)>> {
     let (rank, ranks) = (bootstrap.rank(), bootstrap.ranks());
     if ranks == 1 {
         return Ok(Err(Apart::new()));
@@ -255,15 +257,15 @@ pub(super) fn connect(
     let own = make(device, topology, rings, bytes);
     let unused = || {
         ended_well.store(true, Ordering::Relaxed);
-        if let Some(near) = near {
-            near.leave_unused();
+        if let Some(fifos) = device_fifos {
+            fifos.leave_unused();
         }
     };
     let (own, handles) = match agree(bootstrap, own, |share| share.handle.clone(), unused)? {
         Ok(agreed) => agreed,
         Err(apart) => return Ok(Err(apart)),
     };
-    let mapped = Arc::<Mapped>::default();
+    let mapped = Arc::<ImportedBuffers>::default();
     let mut memory = Memory {
         own: Some(own.memory),
         others: Vec::new(),

@@ -8,14 +8,13 @@ use std::sync::{
     atomic::{AtomicBool, Ordering},
 };
 
+use ringsight_comm_base::{error::Result, sync::lock};
 use ringsight_kernels::AbortWord;
 
-use super::lock;
 use crate::{
     bootstrap::Bootstrap,
     checks::Checks,
     device::Device,
-    error::Result,
     launch::OutstandingProxyOps,
     proxy::{Connector, Proxy, ProxyConfig, affinity::Cpus},
     topology::Topology,
@@ -26,9 +25,9 @@ use crate::{
 };
 
 /// A proxy and the communicators of this rank that use it.
-pub(super) struct Family {
+pub(super) struct SharedProxy {
     pub(super) proxy: Arc<Proxy>,
-    pub(super) proxied: Arc<OutstandingProxyOps>,
+    pub(super) outstanding: Arc<OutstandingProxyOps>,
     /// The proxy's abort word: set when no member is left.
     abort: Arc<AbortWord>,
     members: Arc<Members>,
@@ -55,14 +54,14 @@ impl Members {
     }
 }
 
-impl Family {
+impl SharedProxy {
     /// A proxy of its own for the communicator of `bootstrap`.
     pub(super) fn new(
         bootstrap: &Bootstrap,
         slot_bytes: usize,
         (choice, class): (NetworkChoice, Option<i32>),
     ) -> Result<Arc<Self>> {
-        let (proxied, members) = (
+        let (outstanding, members) = (
             Arc::new(OutstandingProxyOps::default()),
             Arc::new(Members::default()),
         );
@@ -77,8 +76,8 @@ impl Family {
             rdma: rdma::from_environment(choice, class)?,
             abort: abort.clone(),
             on_completed: {
-                let proxied = proxied.clone();
-                Arc::new(move |op, replay| proxied.completed(op, replay))
+                let outstanding = outstanding.clone();
+                Arc::new(move |op, replay| outstanding.completed(op, replay))
             },
             on_error: {
                 let members = members.clone();
@@ -87,7 +86,7 @@ impl Family {
         })?;
         Ok(Arc::new(Self {
             proxy: Arc::new(proxy),
-            proxied,
+            outstanding,
             abort,
             members,
         }))
@@ -142,25 +141,25 @@ impl Family {
         if !others {
             self.abort.set();
         }
-        self.proxied.forget(id);
+        self.outstanding.forget(id);
         others
     }
 }
 
-/// A communicator's part in its family; it leaves when this is dropped, if not before.
+/// A communicator's use of its proxy; it leaves when this is dropped, if not before.
 pub(super) struct Membership {
-    pub(super) family: Arc<Family>,
+    pub(super) proxy: Arc<SharedProxy>,
     id: u64,
     left: AtomicBool,
 }
 
 impl Membership {
     /// Enters a communicator, whose connections are told from others' by `domain`: 0 or its id.
-    pub(super) fn new(family: &Arc<Family>, domain: u64, id: u64, checks: &Arc<Checks>) -> Self {
+    pub(super) fn new(proxy: &Arc<SharedProxy>, domain: u64, id: u64, checks: &Arc<Checks>) -> Self {
         let checks = checks.clone();
-        lock(&family.members.0).push(Member { domain, id, checks });
+        lock(&proxy.members.0).push(Member { domain, id, checks });
         Self {
-            family: family.clone(),
+            proxy: proxy.clone(),
             id,
             left: AtomicBool::new(false),
         }
@@ -169,7 +168,7 @@ impl Membership {
     /// Leaves: the proxy gives up what it still does for this communicator.
     pub(super) fn leave(&self, connector: &Connector) {
         // Relaxed: it only matters that one of the callers does it.
-        if !self.left.swap(true, Ordering::Relaxed) && self.family.leave(self.id) {
+        if !self.left.swap(true, Ordering::Relaxed) && self.proxy.leave(self.id) {
             connector.release();
         }
     }
@@ -178,7 +177,7 @@ impl Membership {
 impl Drop for Membership {
     fn drop(&mut self) {
         if !self.left.swap(true, Ordering::Relaxed) {
-            self.family.leave(self.id);
+            self.proxy.leave(self.id);
         }
     }
 }

@@ -1,22 +1,22 @@
-//! What a rank has shown.
+//! The buffers that a rank has exported.
 
 use std::{collections::HashMap, ops::Range, sync::Arc};
 
 use ringsight_kernels::{ExportedBuffer, cuda::peer_memory::MAX_EXPORTS};
 
-use super::stays_closed;
+use super::log_not_exported;
 use crate::device::{Device, Piece};
 
-/// What was shown.
+/// An exported buffer.
 #[derive(Clone, Debug)]
-pub(super) enum Entry {
+pub(super) enum Export {
     /// An allocation, as the driver numbers it.
     Whole { id: u64, start: usize },
-    /// At least one, one behind the other.
+    /// Pieces that are mapped one behind the other, at least one.
     Pieces(Arc<[Piece]>),
 }
 
-impl Entry {
+impl Export {
     pub(super) fn start(&self) -> usize {
         match self {
             Self::Whole { start, .. } => *start,
@@ -24,7 +24,7 @@ impl Entry {
         }
     }
 
-    /// Whether anything of what was shown is still there: an operation may be using it.
+    /// Whether any of it still exists: an operation may be using it.
     pub(super) fn is_here(&self, device: &dyn Device, number: i32) -> bool {
         match self {
             Self::Whole { id, start } => device
@@ -40,14 +40,14 @@ impl Entry {
         }
     }
 
-    /// Where pieces begin and end.
+    /// The addresses of pieces; `None` of an allocation.
     pub(super) fn range(&self) -> Option<Range<usize>> {
         let Self::Pieces(pieces) = self else { return None };
         let last = pieces.last()?;
         Some(pieces[0].start..last.start + last.bytes)
     }
 
-    /// Whether a buffer is in pieces that were shown, and they are still there: what has become of others does not matter.
+    /// Whether a buffer is in exported pieces that still exist. Other pieces of the export do not matter.
     pub(super) fn holds(&self, device: &dyn Device, number: i32, address: usize, bytes: usize) -> bool {
         let (Self::Pieces(pieces), Some(range)) = (self, self.range()) else {
             return false;
@@ -58,28 +58,28 @@ impl Entry {
     }
 }
 
-/// What this rank has shown.
-pub(super) struct Own {
-    /// By number; `None` where there is room.
-    pub(super) entries: Vec<Option<Entry>>,
-    /// Of the present entry, or the last one.
+/// The buffers that this rank has exported.
+pub(super) struct Exports {
+    /// By number; `None` where a number is free.
+    pub(super) entries: Vec<Option<Export>>,
+    /// Of the present export of each number, or the last one.
     pub(super) generations: Vec<u32>,
     pub(super) by_id: HashMap<u64, u32>,
-    /// There was no room, and the log has said so.
+    /// No number was free, which has been logged.
     pub(super) was_full: bool,
 }
 
-impl Own {
+impl Exports {
     pub(super) fn is_empty(&self) -> bool {
         self.entries.iter().all(Option::is_none)
     }
 
-    /// A number for what begins at `start`.
+    /// A free number for what begins at `start`.
     pub(super) fn place(&mut self, start: usize) -> Option<usize> {
         let place = self.entries.iter().position(Option::is_none);
         // Said of the first: there may be one with each operation.
         if place.is_none() && !std::mem::replace(&mut self.was_full, true) {
-            stays_closed(
+            log_not_exported(
                 start,
                 &format_args!("{MAX_EXPORTS} others are open already (which is said once)"),
             );
@@ -87,7 +87,7 @@ impl Own {
         place
     }
 
-    pub(super) fn shown(&self, number: usize) -> Option<ExportedBuffer> {
+    pub(super) fn exported(&self, number: usize) -> Option<ExportedBuffer> {
         Some(ExportedBuffer {
             start: self.entries[number].as_ref()?.start() as u64,
             generation: self.generations[number],
