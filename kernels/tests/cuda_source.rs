@@ -3,6 +3,8 @@
 
 #[path = "common/programs/mod.rs"]
 mod cases;
+#[path = "../../tests/src/compile.rs"]
+mod compile;
 
 use std::{
     mem,
@@ -32,26 +34,22 @@ type RunBlock =
 fn run_block() -> RunBlock {
     static ENTRY: OnceLock<(libloading::Library, RunBlock)> = OnceLock::new();
     let (_, entry) = ENTRY.get_or_init(|| {
-        let folder = tempfile::tempdir().unwrap();
-        let library = folder.path().join("on_host.so");
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/on_host.cpp");
-        let status = Command::new("g++")
-            .args([
-                "-std=c++17",
-                "-O2",
-                "-Wall",
-                "-Wextra",
-                "-Werror",
-                "-ffp-contract=off",
-                "-fPIC",
-                "-shared",
-            ])
-            .arg(source)
-            .arg("-o")
-            .arg(&library)
-            .status()
-            .expect("g++ compiles the kernel's source");
-        assert!(status.success(), "{status}");
+        let library = Path::new(env!("CARGO_TARGET_TMPDIR")).join("on_host.so");
+        compile::compile(
+            Command::new("g++")
+                .args([
+                    "-std=c++17",
+                    "-O2",
+                    "-Wall",
+                    "-Wextra",
+                    "-Werror",
+                    "-ffp-contract=off",
+                    "-fPIC",
+                    "-shared",
+                ])
+                .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/on_host.cpp")),
+            &library,
+        );
         // SAFETY: just built from our source; it has no initialisers. The symbol has this signature.
         unsafe {
             let library = libloading::Library::new(&library).unwrap();

@@ -14,6 +14,9 @@ use ringsight_testbed::{
     workspace::{self, Artifacts},
 };
 
+pub mod compile;
+#[cfg(test)]
+mod compile_tests;
 mod skip;
 pub mod traces;
 

@@ -4,37 +4,22 @@
 use std::{
     collections::{BTreeMap, HashSet},
     fs,
-    path::Path,
+    path::{Path, PathBuf},
     process::{Command, Stdio},
     thread,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use anyhow::{Context, Result, ensure};
-use ringsight_testbed::{demo::collector::Collector, process, process::Guarded};
-use ringsight_tests::{LIMIT, alone, artifacts, folder, skip};
+use ringsight_testbed::{demo::collector::Collector, process::Guarded};
+use ringsight_tests::{LIMIT, alone, artifacts, compile::cuda_without_a_gpu, folder, skip};
 use serde_json::Value;
 
-/// The driver without a GPU and the program that runs on it.
-fn compile(folder: &Path) -> Result<()> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let cuda = root.join("comm/tests/cuda");
-    process::run(
-        Command::new("g++")
-            .args(["-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-I"])
-            .arg(root.join("kernels/cuda"))
-            .arg(cuda.join("libcuda.cpp"))
-            .arg("-o")
-            .arg(folder.join("libcuda.so.1")),
-    )?;
-    process::run(
-        Command::new("gcc")
-            .args(["-std=gnu11", "-O2", "-pthread"])
-            .arg(cuda.join("driver.c"))
-            .arg("-o")
-            .arg(folder.join("driver"))
-            .args(["-ldl", "-lm"]),
-    )
+/// The folder of the driver without a GPU and of the program that runs on it: comm's tests use it, too.
+fn driver() -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda");
+    cuda_without_a_gpu(&folder);
+    folder
 }
 
 fn attribute<'a>(span: &'a Value, key: &str) -> Option<&'a Value> {
@@ -115,17 +100,16 @@ fn operations_of_ranks_on_one_gpu_have_the_times_of_its_timer() -> Result<()> {
 
 fn all_have_gpus_times(test: &str, watched: &Job) -> Result<()> {
     let _alone = alone();
-    let folder = folder()?;
-    compile(folder.path())?;
+    let (folder, driver) = (folder()?, driver());
     let begun = unix_ns();
     let log = folder.path().join("said");
-    let mut command = Command::new(folder.path().join("driver"));
+    let mut command = Command::new(driver.join("driver"));
     command
         .arg(artifacts().library_folder.join("libnccl.so.2"))
         .args(watched.words)
         .arg(folder.path())
         .args(watched.numbers.iter().map(u32::to_string))
-        .env("LD_LIBRARY_PATH", folder.path())
+        .env("LD_LIBRARY_PATH", driver)
         .env("NCCL_SOCKET_IFNAME", "lo")
         .env("RINGSIGHT_MOCK_GPUS", watched.gpus)
         .envs(watched.variables.iter().copied())

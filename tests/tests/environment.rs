@@ -8,12 +8,13 @@ use std::{
 
 const TABLE: &str = include_str!("../../docs/src/environment.md");
 const PREFIXES: [&str; 4] = ["NCCL_", "RINGSIGHT_", "OTEL_", "NVTX_"];
-/// The system's, cargo's and CUDA's own variables, which nobody sets for us.
-const FOREIGN: [&str; 8] = [
+/// The system's, cargo's, CUDA's and CI's own variables, which nobody sets for us.
+const FOREIGN: [&str; 9] = [
     "CARGO",
     "CARGO_CFG_TARGET_ARCH",
     "CARGO_MANIFEST_DIR",
     "CARGO_TARGET_DIR",
+    "CI",
     "CUDA_VISIBLE_DEVICES",
     "HOME",
     "PATH",

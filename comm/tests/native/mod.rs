@@ -2,6 +2,9 @@
 #![allow(dead_code, reason = "each test program uses a part")]
 #![allow(unreachable_pub, reason = "a module of each test program")]
 
+#[path = "../../../tests/src/compile.rs"]
+mod compile;
+
 use std::{
     env,
     path::{Path, PathBuf},
@@ -44,40 +47,22 @@ pub fn run(command: &mut Command) -> String {
     text
 }
 
-/// Builds the CUDA driver without a GPU, cuda/libcuda.cpp, and the programs that run on it, into a folder.
+/// Builds the CUDA driver without a GPU, cuda/libcuda.cpp, the programs that run on it, and the RDMA library, into a folder.
 pub fn build_cuda(folder: &Path) {
-    let crates = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let strict = ["-O2", "-Wall", "-Wextra", "-Werror", "-pthread"];
-    run(Command::new("g++")
-        .args(["-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-I"])
-        .arg(crates.join("../kernels/cuda"))
-        .args(strict)
-        .arg(crates.join("tests/cuda/libcuda.cpp"))
-        .arg("-o")
-        .arg(folder.join("libcuda.so.1")));
+    compile::cuda_without_a_gpu(folder);
     // The RDMA library, and one from before it registered dma-bufs.
     for (library, flags) in [
         ("verbs/libibverbs.so.1", &[][..]),
         ("old/libibverbs.so.1", &["-DNO_DMA_BUF_MR"]),
     ] {
-        let library = folder.join(library);
-        std::fs::create_dir_all(library.parent().unwrap()).unwrap();
-        run(Command::new("g++")
-            .args(["-std=c++17", "-fPIC", "-shared"])
-            .args(strict)
-            .args(flags)
-            .arg(crates.join("tests/cuda/libibverbs.cpp"))
-            .arg("-o")
-            .arg(library));
-    }
-    for program in ["driver", "calls"] {
-        run(Command::new("gcc")
-            .args(["-std=gnu11", "-Wno-unused-function", "-Wno-unused-variable"])
-            .args(strict)
-            .arg(crates.join("tests/cuda").join(program).with_extension("c"))
-            .arg("-o")
-            .arg(folder.join(program))
-            .args(["-ldl", "-lm"]));
+        compile::compile(
+            Command::new("g++")
+                .args(["-std=c++17", "-fPIC", "-shared"])
+                .args(compile::STRICT)
+                .args(flags)
+                .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda/libibverbs.cpp")),
+            &folder.join(library),
+        );
     }
 }
 

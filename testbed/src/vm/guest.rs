@@ -138,7 +138,7 @@ impl Guest {
             let ended = self.run(|piece| output.extend_from_slice(piece));
             let output = String::from_utf8_lossy(&output).into_owned();
             match &ended {
-                Err(error) if (error.is::<StaleCode>() || error.is::<Frozen>()) && tries < TRIES => {
+                Err(error) if is_emulators_fault(error) && tries < TRIES => {
                     tries += 1;
                     eprintln!(
                         "vm: {error:#}\nvm: the program had said\n{output}\nvm: it is run again ({tries} of {TRIES})"
@@ -354,6 +354,12 @@ impl std::fmt::Display for OverLimit {
 }
 
 impl std::error::Error for OverLimit {}
+
+/// Whether a guest's run ended by a fault of the emulator, not by what ran in it: then the run says nothing, and may be repeated.
+#[must_use]
+pub fn is_emulators_fault(error: &anyhow::Error) -> bool {
+    error.is::<StaleCode>() || error.is::<Frozen>()
+}
 
 /// `word` as one word of a shell.
 fn quoted(word: &str) -> String {

@@ -1,25 +1,29 @@
-//! `cargo xtask vm test`: what is tested in guests, one boot each.
+//! `cargo xtask vm test`: jobs in guests. Jobs that want the same devices and kernel share a boot.
+//!
+//! A boot runs its jobs one after the other; each leaves all ports active, or has failed. Where a guest dies, the job that ran
+//! has failed, and another guest runs the jobs that are left. Where the emulator broke the guest, the job runs again.
 
+mod boot;
 mod jobs;
 
-use std::{
-    process::ExitCode,
-    time::{Duration, Instant},
-};
+use std::process::ExitCode;
 
 use anyhow::{Result, bail};
 use clap::Args;
 use ringsight_testbed::{
     demo,
-    vm::{Ended, Guest, Series, failover, unavailable},
-    workspace::{self, test_program},
+    vm::{Series, failover, unavailable},
 };
 
+use boot::{Boot, Ran};
 use jobs::{JOBS, Job, Program};
 
 use crate::{
     setup,
-    test::{counts::Counts, failures::end_of},
+    test::{
+        libtest::{Counts, end_of},
+        suite::Step,
+    },
 };
 
 /// Options of `cargo xtask vm test`.
@@ -35,17 +39,59 @@ pub struct Options {
     verbose: bool,
 }
 
-/// How long one of them may take: several times what the longest takes on an idle machine, which others may be at work on.
-const LIMIT: Duration = Duration::from_secs(1500);
-/// How long it may say nothing; each of a program's tests says that it has ended.
-const QUIET: Duration = Duration::from_secs(360);
+/// Which jobs run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Selection {
+    /// All of them, with each of their kernels.
+    All,
+    /// Those of the fast tier.
+    Fast,
+    /// Those that only `--full` runs, of this group and with this kernel.
+    Left(&'static str, Series),
+}
+
+impl Selection {
+    fn has(self, job: &Job, kernel: Series) -> bool {
+        job.kernels.contains(&kernel)
+            && match self {
+                Self::All => true,
+                Self::Fast => job.is_fast(kernel),
+                Self::Left(group, only) => group == job.group && only == kernel && !job.is_fast(kernel),
+            }
+    }
+}
+
+/// What only `--full` runs, and why: jobs with the same reason together.
+pub(crate) fn left_out() -> Vec<(String, &'static str)> {
+    let mut left: Vec<(String, &'static str)> = Vec::new();
+    for (job, kernel) in all() {
+        let Some(why) = job.left_out(kernel) else {
+            continue;
+        };
+        let name = format!("{} on {}", job.name, kernel.name());
+        match left.iter_mut().find(|(_, known)| *known == why) {
+            Some((names, _)) => *names += &format!("; {name}"),
+            None => left.push((name, why)),
+        }
+    }
+    left
+}
+
+/// Each job with each of its kernels, by kernel.
+fn all() -> impl Iterator<Item = (&'static Job, Series)> {
+    Series::ALL.into_iter().flat_map(|kernel| {
+        JOBS.iter()
+            .filter(move |job| job.kernels.contains(&kernel))
+            .map(move |job| (job, kernel))
+    })
+}
 
 /// Runs the tests in guests.
 ///
 /// # Errors
 /// If guests cannot be made here.
 pub fn run(options: &Options) -> Result<ExitCode> {
-    let (counts, _) = jobs(options)?;
+    let Report { counts, .. } = jobs(Selection::All, options)?;
     println!(
         "\n{} passed, {} failed, {} skipped",
         counts.passed, counts.failed, counts.skipped
@@ -63,136 +109,79 @@ pub fn run(options: &Options) -> Result<ExitCode> {
     })
 }
 
-/// The tests whose name contains the filter, with those kernels that can be had; the others are skipped by name. What of those failed: a
-/// line of each with its problem, and the end of what it said.
+/// What came of the selected jobs.
+#[derive(Debug, Default)]
+pub(crate) struct Report {
+    pub(crate) counts: Counts,
+    /// Of each that failed a line with its problem, and the end of its output.
+    pub(crate) failures: Vec<String>,
+    /// The time of each.
+    pub(crate) steps: Vec<Step>,
+}
+
+impl Report {
+    fn add(&mut self, name: &str, ran: &Ran, verbose: bool) {
+        if verbose || ran.problem.is_some() {
+            println!("{}", ran.output);
+        }
+        match &ran.problem {
+            None => println!(
+                "vm: {name}: {} passed in {:.1} s",
+                ran.counts.passed,
+                ran.took.as_secs_f64()
+            ),
+            Some(problem) => {
+                println!("vm: {name}: FAILED: {problem}");
+                self.failures
+                    .push(format!("{name}: {problem}\n{}", end_of(&ran.output)));
+            }
+        }
+        self.counts.add(ran.counts);
+        self.steps.push(Step::new(name, ran.took));
+    }
+}
+
+/// Runs the selected jobs whose name contains the filter, with those kernels that can be had; the others are skipped by name.
 ///
 /// # Errors
 /// If a test cannot be built.
-pub(crate) fn jobs(options: &Options) -> Result<(Counts, Vec<String>)> {
-    let mut counts = Counts::default();
-    let mut failures = Vec::new();
-    for series in Series::ALL {
-        if options.kernel.is_some_and(|only| only != series) {
+pub(crate) fn jobs(selection: Selection, options: &Options) -> Result<Report> {
+    let mut report = Report::default();
+    for kernel in Series::ALL {
+        if options.kernel.is_some_and(|only| only != kernel) {
             continue;
         }
-        let jobs: Vec<_> = JOBS
+        let filter = options.filter.as_deref();
+        let jobs: Vec<&Job> = JOBS
             .iter()
-            .filter(|job| job.kernels.contains(&series))
-            .filter(|job| {
-                options
-                    .filter
-                    .as_deref()
-                    .is_none_or(|filter| job.name.contains(filter))
-            })
+            .filter(|job| selection.has(job, kernel))
+            .filter(|job| filter.is_none_or(|filter| job.name.contains(filter)))
             .collect();
         if jobs.is_empty() {
             continue;
         }
-        if let Some(why) = unavailable(series) {
+        if let Some(why) = unavailable(kernel) {
             for job in jobs {
-                println!("vm: {} on {}: skipped: {why}", job.name, series.name());
-                counts.skipped += 1;
+                println!("vm: {} on {}: skipped: {why}", job.name, kernel.name());
+                report.counts.skipped += 1;
             }
             continue;
         }
-        for job in jobs {
-            let start = Instant::now();
-            let ran = job.run(series, options.verbose)?;
-            let name = format!("{} on {}", job.name, series.name());
-            if options.verbose || ran.problem.is_some() {
-                println!("{}", ran.said);
-            }
-            match ran.problem {
-                None => println!(
-                    "vm: {name}: {} passed in {:.1} s",
-                    ran.counts.passed,
-                    start.elapsed().as_secs_f64()
-                ),
-                Some(problem) => {
-                    println!("vm: {name}: FAILED: {problem}");
-                    failures.push(format!("{name}: {problem}\n{}", end_of(&ran.said)));
-                }
-            }
-            counts.add(ran.counts);
+        for boot in Boot::cut(&jobs, kernel) {
+            boot.run(options.verbose, &mut |job, ran| {
+                report.add(
+                    &format!("{} on {}", job.name, kernel.name()),
+                    ran,
+                    options.verbose,
+                );
+            })?;
         }
     }
-    Ok((counts, failures))
+    Ok(report)
 }
 
-/// What came of a test.
-struct Ran {
-    counts: Counts,
-    /// What was wrong, if anything.
-    problem: Option<String>,
-    said: String,
-}
-
-impl Ran {
-    /// One test, however much it looks at.
-    fn one(said: String, problem: Option<String>) -> Self {
-        let counts = match problem {
-            None => Counts::PASSED,
-            Some(_) => Counts {
-                failed: 1,
-                ..Counts::default()
-            },
-        };
-        Self {
-            counts,
-            problem,
-            said,
-        }
-    }
-}
-
-impl Job {
-    fn run(&self, series: Series, verbose: bool) -> Result<Ran> {
-        match self.program {
-            Program::Demo => return run_demo(series),
-            Program::Failures { seed, cases } => return Ok(run_failures(series, seed, cases)),
-            Program::Script(_) | Program::Cargo { .. } => {}
-        }
-        let mut guest = Guest::new(series, Vec::new());
-        guest.rdma = self.rdma;
-        guest.mlx5 = self.mlx5;
-        guest.mlx5_ports = self.ports;
-        guest.verbose = verbose;
-        (guest.limit, guest.quiet) = (LIMIT, Some(QUIET));
-        guest.program = match self.program {
-            Program::Demo | Program::Failures { .. } => Vec::new(),
-            Program::Script(name) => {
-                let folder = workspace::root().join("vm/tests");
-                guest.add(&folder.join("lib.sh"))?;
-                let file = folder.join(name);
-                vec!["/bin/sh".to_owned(), "-ex".to_owned(), guest.add(&file)?]
-            }
-            Program::Cargo {
-                package,
-                test,
-                filters,
-            } => {
-                // One at a time: they share the guest's devices.
-                let first = guest.add_test(&test_program(package, test)?)?;
-                let words = [first.as_str(), "--ignored", "--test-threads=1"];
-                words
-                    .iter()
-                    .chain(filters)
-                    .map(|word| (*word).to_owned())
-                    .collect()
-            }
-        };
-        let (said, ended) = guest.output();
-        let (counts, problem) = judge(self.program, &said, &ended);
-        Ok(Ran {
-            counts,
-            problem,
-            said,
-        })
-    }
-}
-
-/// A sample of failures.
-fn run_failures(series: Series, seed: u64, cases: usize) -> Ran {
+/// A sample of ports that fail, which boots its own guests.
+fn run_failures(series: Series, seed: u64, cases: usize) -> (String, Option<String>) {
     let options = failover::Options::sample(series, seed, cases);
     let mut said = String::new();
     let ran = failover::run_cases(&options, &mut |line| said += &format!("{line}\n"));
@@ -203,11 +192,11 @@ fn run_failures(series: Series, seed: u64, cases: usize) -> Ran {
         }
         Err(error) => Some(format!("{error:#}")),
     };
-    Ran::one(said, problem)
+    (said, problem)
 }
 
-/// The demo in a guest, and a look at what the collector made of it.
-fn run_demo(series: Series) -> Result<Ran> {
+/// The demo, which boots its own guest, and a look at what the collector made of it.
+fn run_demo(series: Series) -> Result<(String, Option<String>)> {
     let artifacts = setup::build()?;
     let out = artifacts.target.join("vm-test");
     let mut said = String::new();
@@ -218,81 +207,16 @@ fn run_demo(series: Series) -> Result<Ran> {
             Ok(problems)
         })
         .unwrap_or_else(|error| vec![format!("{error:#}")]);
-    Ok(Ran::one(
-        said,
-        (!problems.is_empty()).then(|| problems.join("; ")),
-    ))
-}
-
-/// What a run came to, and what was wrong with it.
-fn judge(program: Program, output: &str, ended: &Result<Ended>) -> (Counts, Option<String>) {
-    let mut counts = match program {
-        Program::Script(_) | Program::Demo | Program::Failures { .. } => Counts::PASSED,
-        Program::Cargo { .. } => {
-            output
-                .lines()
-                .filter_map(Counts::of_line)
-                .fold(Counts::default(), |mut sum, more| {
-                    sum.add(more);
-                    sum
-                })
-        }
-    };
-    let problem = match ended {
-        Err(error) => Some(format!("{error:#}")),
-        Ok(ended) if ended.code != 0 => Some(format!("exit code {}", ended.code)),
-        Ok(ended) if ended.warnings > 0 => Some(format!(
-            "the kernel warned {} times:\n{}",
-            ended.warnings,
-            ended.warning_text().unwrap_or_default()
-        )),
-        Ok(_) if counts.passed == 0 => Some("no test ran".to_owned()),
-        Ok(_) => None,
-    };
-    if problem.is_some() {
-        counts.failed = counts.failed.max(1);
-        if matches!(program, Program::Script(_)) {
-            counts.passed = 0;
-        }
-    }
-    (counts, problem)
+    Ok((said, (!problems.is_empty()).then(|| problems.join("; "))))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::collections::BTreeSet;
 
-    fn ended(code: u8, warnings: u64) -> Result<Ended> {
-        Ok(Ended {
-            code,
-            warnings,
-            console: "@@KWARN 1\nWARNING: x\n@@EXIT".to_owned(),
-        })
-    }
+    use ringsight_testbed::workspace;
 
-    #[test]
-    fn a_run_passes_only_with_its_tests_its_code_and_a_quiet_kernel() {
-        let script = Program::Script("x");
-        assert_eq!(judge(script, "", &ended(0, 0)), (Counts::PASSED, None));
-        for bad in [ended(1, 0), ended(0, 1), Err(anyhow::anyhow!("died"))] {
-            let (counts, problem) = judge(script, "", &bad);
-            assert!(counts.failed == 1 && counts.passed == 0 && problem.is_some());
-        }
-        let test = Program::Cargo {
-            package: "p",
-            test: "t",
-            filters: &[],
-        };
-        let line = "test result: ok. 3 passed; 0 failed; 0 ignored; 0 measured; 1 filtered out";
-        assert_eq!(judge(test, line, &ended(0, 0)).0.passed, 3);
-        // A test program that ran nothing has shown nothing.
-        let (counts, problem) = judge(
-            test,
-            "test result: ok. 0 passed; 0 failed; 0 ignored",
-            &ended(0, 0),
-        );
-        assert!(counts.failed == 1 && problem.is_some());
-    }
+    use super::{jobs::Tier, *};
 
     #[test]
     fn no_module_of_a_test_that_is_run_in_parts_is_left_out() {
@@ -310,7 +234,7 @@ mod tests {
             .copied()
             .collect();
         // What the others use, and no test.
-        let shared = ["links", "nodes", "shared"];
+        let shared = ["control", "links", "nodes"];
         for entry in std::fs::read_dir(workspace::root().join("comm/tests/rdma")).unwrap() {
             let path = entry.unwrap().path();
             let module = path.file_stem().and_then(|name| name.to_str()).unwrap();
@@ -324,6 +248,55 @@ mod tests {
         for job in JOBS {
             if let Program::Script(name) = job.program {
                 assert!(workspace::root().join("vm/tests").join(name).is_file(), "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_fast_tier_boots_three_guests() {
+        let fast: Vec<(&Job, Series)> = all()
+            .filter(|(job, kernel)| Selection::Fast.has(job, *kernel))
+            .collect();
+        let boots: usize = Series::ALL
+            .into_iter()
+            .map(|kernel| {
+                let jobs: Vec<&Job> = fast
+                    .iter()
+                    .filter(|(_, of)| *of == kernel)
+                    .map(|(job, _)| *job)
+                    .collect();
+                Boot::cut(&jobs, kernel).len()
+            })
+            .sum();
+        assert_eq!(boots, 3);
+        for tested in ["data", "failover", "network probes", "mlx5"] {
+            assert!(fast.iter().any(|(job, _)| job.name.contains(tested)), "{tested}");
+        }
+    }
+
+    #[test]
+    fn a_job_is_in_the_fast_tier_or_left_out_with_a_reason() {
+        let mut left = 0;
+        for (job, kernel) in all() {
+            let is_fast = Selection::Fast.has(job, kernel);
+            assert_eq!(is_fast, job.left_out(kernel).is_none(), "{}", job.name);
+            left += usize::from(!is_fast);
+        }
+        let names: Vec<String> = left_out().into_iter().map(|(names, _)| names).collect();
+        assert_eq!(names.join("; ").split("; ").count(), left);
+    }
+
+    #[test]
+    fn jobs_are_called_differently() {
+        let names: BTreeSet<&str> = JOBS.iter().map(|job| job.name).collect();
+        assert_eq!(names.len(), JOBS.len());
+    }
+
+    #[test]
+    fn a_fast_jobs_kernel_is_one_of_its_kernels() {
+        for job in JOBS {
+            if let Tier::Fast(kernel) = job.tier {
+                assert!(job.kernels.contains(&kernel), "{}", job.name);
             }
         }
     }

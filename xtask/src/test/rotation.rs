@@ -1,0 +1,220 @@
+//! What only `--full` runs, cut into parts of four minutes at most: CI runs one of them beside the fast tier, each commit the
+//! next one, so that none of them rots. `cargo xtask test --rotating N` runs one by hand.
+
+use anyhow::{Context as _, Result};
+use ringsight_testbed::{process, vm::Series, workspace::root};
+
+use super::{
+    FULL, layers,
+    layers::Run,
+    suite::{Outcome, Report},
+};
+use crate::vm::test::Selection;
+
+/// A part of what only `--full` runs.
+pub(super) struct Part {
+    pub(super) name: &'static str,
+    what: What,
+}
+
+enum What {
+    /// The guests' jobs of this group, with this kernel, that the fast tier leaves out.
+    Guests(&'static str, Series),
+    /// Rounds, as in the whole matrix, of the faults whose case contains this.
+    Faults(&'static str),
+    /// Minutes by each source.
+    Soak(&'static str),
+    /// A layer, as it is without `--full`.
+    Layer(fn(&Run, &mut Report) -> Result<Outcome>),
+    /// A test program of `comm` that samples elsewhere.
+    Sampled(&'static str),
+}
+
+const fn part(name: &'static str, what: What) -> Part {
+    Part { name, what }
+}
+
+pub(super) static PARTS: [Part; 25] = [
+    part(
+        "guests on 6.1: ports that fail",
+        What::Guests("ports that fail", Series::V6_1),
+    ),
+    part(
+        "guests on 6.12: ports that fail",
+        What::Guests("ports that fail", Series::V6_12),
+    ),
+    part(
+        "guests on 6.1: connections, mlx5",
+        What::Guests("connections, mlx5", Series::V6_1),
+    ),
+    part(
+        "guests on 6.12: connections, mlx5",
+        What::Guests("connections, mlx5", Series::V6_12),
+    ),
+    part(
+        "guests on 6.1: two ports",
+        What::Guests("two ports", Series::V6_1),
+    ),
+    part(
+        "guests on 6.12: two ports",
+        What::Guests("two ports", Series::V6_12),
+    ),
+    part(
+        "guests on 6.1: nodes, from the beginning on",
+        What::Guests("nodes, from the beginning on", Series::V6_1),
+    ),
+    part(
+        "guests on 6.1: nodes, to the end",
+        What::Guests("nodes, to the end", Series::V6_1),
+    ),
+    part(
+        "guests on 6.1: nodes, replays",
+        What::Guests("nodes, replays", Series::V6_1),
+    ),
+    part(
+        "guests on 6.1: nodes, mlx5",
+        What::Guests("nodes, mlx5", Series::V6_1),
+    ),
+    part(
+        "guests on 6.12: nodes, mlx5",
+        What::Guests("nodes, mlx5", Series::V6_12),
+    ),
+    part("guests on 6.1: mlx5", What::Guests("mlx5", Series::V6_1)),
+    part("guests on 6.12: mlx5", What::Guests("mlx5", Series::V6_12)),
+    part(
+        "faults: process, eager, pages",
+        What::Faults("process/eager/pages"),
+    ),
+    part(
+        "faults: process, eager, events",
+        What::Faults("process/eager/events"),
+    ),
+    part(
+        "faults: process, graph, pages",
+        What::Faults("process/graph/pages"),
+    ),
+    part(
+        "faults: process, graph, events",
+        What::Faults("process/graph/events"),
+    ),
+    part("faults: thread, eager, pages", What::Faults("thread/eager/pages")),
+    part(
+        "faults: thread, eager, events",
+        What::Faults("thread/eager/events"),
+    ),
+    part("faults: thread, graph, pages", What::Faults("thread/graph/pages")),
+    part(
+        "faults: thread, graph, events",
+        What::Faults("thread/graph/events"),
+    ),
+    part("soak", What::Soak("1.5")),
+    part("leaks", What::Layer(layers::leaks)),
+    part("comm's matrix", What::Sampled("matrix")),
+    part("comm's groups", What::Sampled("groups")),
+];
+
+impl Part {
+    pub(super) fn run(&self, run: &Run, report: &mut Report) -> Result<Outcome> {
+        match self.what {
+            What::Guests(group, kernel) => layers::run_guests(Selection::Left(group, kernel), report),
+            What::Faults(case) => layers::faults(&["--case", case, "--rounds", "20"]),
+            What::Soak(minutes) => layers::soak(&[minutes]),
+            What::Layer(layer) => layer(run, report),
+            What::Sampled(test) => {
+                let mut command = ringsight_testbed::workspace::cargo();
+                command
+                    .args(["test", "--locked", "-p", "ringsight-comm", "--test", test])
+                    .env(FULL, "1");
+                report.cargo_test(&mut command)
+            }
+        }
+    }
+}
+
+/// The part with this number.
+///
+/// # Errors
+/// If there is none.
+pub(super) fn numbered(number: &str) -> Result<&'static Part> {
+    number
+        .parse()
+        .ok()
+        .and_then(|number: usize| PARTS.get(number))
+        .with_context(|| format!("--rotating {number}: a number below {}, or `list`", PARTS.len()))
+}
+
+/// The part whose turn the checked-out commit is, and why it is.
+///
+/// # Errors
+/// If git does not know the commit.
+pub(super) fn of_head() -> Result<(&'static Part, String)> {
+    let git = |arguments: &[&str]| {
+        process::output(
+            std::process::Command::new("git")
+                .args(arguments)
+                .current_dir(root()),
+        )
+    };
+    let hash = git(&["rev-parse", "HEAD"])?;
+    // A shallow clone does not know how many commits there are.
+    let count = match git(&["rev-parse", "--is-shallow-repository"])?.as_str() {
+        "false" => Some(git(&["rev-list", "--count", "HEAD"])?.parse()?),
+        _ => None,
+    };
+    let (number, why) = turn(&hash, count, PARTS.len())?;
+    Ok((&PARTS[number], why))
+}
+
+/// The number of the part, of so many, whose turn a commit is: by how many commits there are up to it, which gives each
+/// commit the next part; by its hash where that is not known.
+fn turn(hash: &str, count: Option<u64>, parts: usize) -> Result<(usize, String)> {
+    let short = hash.get(..8).context("a commit's hash is too short")?;
+    let (value, what) = match count {
+        Some(count) => (count, format!("commit {short} is number {count}")),
+        None => (
+            u64::from_str_radix(short, 16).with_context(|| format!("{hash} is no commit's hash"))?,
+            format!("commit {short}, in a shallow clone, is taken by its hash"),
+        ),
+    };
+    let number = (value % parts as u64) as usize;
+    Ok((
+        number,
+        format!(
+            "{what}, modulo {parts} parts is {number}; `cargo xtask test --rotating {number}` runs it again"
+        ),
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn commits_in_a_row_run_each_part_once() {
+        let numbers: BTreeSet<usize> = (858..858 + 7)
+            .map(|count| turn("ce79caa0c0ffee", Some(count), 7).unwrap().0)
+            .collect();
+        assert_eq!(numbers, (0..7).collect());
+    }
+
+    #[test]
+    fn a_shallow_clone_goes_by_the_hash() {
+        let (number, why) = turn("0000000a00000000", None, 7).unwrap();
+        assert_eq!(number, 3);
+        assert!(why.contains("0000000a") && why.contains("--rotating 3"), "{why}");
+        assert!(turn("xyz", None, 7).is_err());
+        assert!(turn("not hexadecimal", None, 7).is_err());
+    }
+
+    #[test]
+    fn parts_are_numbered_and_differ() {
+        let names: BTreeSet<&str> = PARTS.iter().map(|part| part.name).collect();
+        assert_eq!(names.len(), PARTS.len());
+        assert_eq!(numbered("0").unwrap().name, PARTS[0].name);
+        for absent in [PARTS.len().to_string().as_str(), "-1", "leaks", ""] {
+            assert!(numbered(absent).is_err(), "{absent}");
+        }
+    }
+}
