@@ -33,8 +33,10 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 /// 300 ms, too.
 pub const PATIENT_MS: &str = "1000";
 
-/// The time from one look at a condition to the next.
-const INTERVAL: Duration = Duration::from_millis(1);
+/// For so long a condition is asked for without a pause: most conditions are about to hold.
+const SPINNING: Duration = Duration::from_millis(2);
+/// The pause after each question from then on.
+const PAUSE: Duration = Duration::from_millis(1);
 
 /// Waits until the condition holds. `what` names it: `never: {what}` is what a failed test says.
 #[track_caller]
@@ -50,8 +52,13 @@ pub fn eventually_some<T>(what: &str, mut find: impl FnMut() -> Option<T>) -> T 
         if let Some(found) = find() {
             return found;
         }
-        assert!(start.elapsed() < PATIENCE, "never: {what}");
-        thread::sleep(INTERVAL);
+        let waited = start.elapsed();
+        assert!(waited < PATIENCE, "never: {what}");
+        if waited < SPINNING {
+            thread::yield_now();
+        } else {
+            thread::sleep(PAUSE);
+        }
     }
 }
 
