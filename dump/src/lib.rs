@@ -1,5 +1,5 @@
-//! Dumps of a rank's operations in the form of PyTorch's Flight Recorder, so that its analyzer finds the rank that is missing
-//! or differs (`torchfrtrace`, in PyTorch `torch.distributed.flight_recorder.fr_trace`).
+//! Dumps of a rank's operations in the form of PyTorch's Flight Recorder. Its analyzer finds the rank that is missing or
+//! differs (`torchfrtrace`, in PyTorch `torch.distributed.flight_recorder.fr_trace`).
 //!
 //! Each rank has a file `<prefix><rank>`. The file has the process groups of the rank and its last operations. It has the
 //! operations of graphs, too, which PyTorch's own recorder does not have.

@@ -38,7 +38,7 @@ pub(super) enum WatchdogMessage {
     Query { query: u32, run: OperationRun },
     /// The sender is here with it.
     Answer { query: u32, answer: RankAnswer },
-    /// What is the state of the process of this rank, which is of the receiver's node?
+    /// In which state is the process of this rank? It is of the receiver's node.
     HealthQuery { query: u32, rank: u32 },
     /// Its process is in this state.
     HealthAnswer {

@@ -1,8 +1,8 @@
 //! The watchdog's second source of progress: CUDA events around each kernel, for devices whose kernels tell nothing.
 //!
-//! An eager plan has two events of a pool. A captured plan has two of its own, recorded as external ones, which can be
-//! queried while the graph is replayed, and two counters which each replay counts up ([`tracked_plan`] says why). The event
-//! that joins captured streams is a regular one and no part of this.
+//! An eager plan has two events of a pool. A captured plan has two events of its own, recorded as external ones, which can be
+//! queried while the graph is replayed. It also has two counters, which each replay counts up ([`tracked_plan`] says why).
+//! The event that joins captured streams is a regular one and no part of this.
 //!
 //! # Threads
 //! Launching threads record events ([`PlanTracker::begin`], [`PlanTracker::end`]). The [poller](poller) queries them. The

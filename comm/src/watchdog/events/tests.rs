@@ -247,7 +247,7 @@ fn events_of_a_graph_go_with_it_or_with_the_communicator() {
     drop(of_second);
     assert!(kept.upgrade().is_some(), "the graph writes its counters");
     test.device.graph_exec_destroy(second).unwrap();
-    // Nobody looks any more: whoever does next for another communicator finds it.
+    // The poller has ended. Its next round, for another communicator, finds the destroyed graph.
     let other = PlanTracker::polled_by(
         test.poller,
         test.tracker.destroyed,

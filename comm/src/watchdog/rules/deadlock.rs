@@ -1,7 +1,7 @@
 //! The deadlock check: two ranks that wait for each other in different operations of one communicator.
 //!
-//! A rank runs the operations of a communicator one after another, in the order of its calls. If rank A waits for rank B in
-//! one operation, and B for A in another one that comes first there, neither ever comes to the other's operation.
+//! A rank runs the operations of a communicator one after another, in the order of its calls. Rank A waits for rank B in one
+//! operation. Rank B waits for rank A in another one, which comes first on B. Then neither ever comes to the other's.
 
 use std::time::Duration;
 
@@ -61,8 +61,8 @@ impl Rules {
         (deadlock.has_stood_still() || doubted_for <= MUST_LAST + LOOK_TIME).then_some(deadlock)
     }
 
-    /// Of the operations in progress here, the one that began first of those that keep this rank from `run` and wait for
-    /// rank `peer`, which asks about `run`.
+    /// The operation that keeps this rank from `run` while it waits for rank `peer`, which asks about `run`. Of several
+    /// operations in progress the one that began first.
     pub(crate) fn blocking_operation(
         &self,
         in_progress: &[OperationReading],

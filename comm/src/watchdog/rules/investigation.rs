@@ -33,9 +33,9 @@ pub(super) const ANSWER_TIME: Duration = Duration::from_millis(200);
 /// How long the neighbours of silent ranks may take to answer.
 pub(super) const HEALTH_TIME: Duration = Duration::from_millis(150);
 
-/// How long a verdict must last that a busy machine can cause for a moment: that nothing moves on ranks that have all come,
-/// that a rank has left, that a rank with a stale answer has not come, and that two ranks wait for each other. Between two
-/// kernels on different nodes four threads have to run.
+/// How long a verdict must last that a busy machine can cause for a moment. These verdicts must last: ranks that have all come
+/// stand still; a rank has left; a rank with a stale answer has not come; two ranks wait for each other. Between two kernels
+/// on different nodes four threads have to run.
 pub(crate) const MUST_LAST: Duration = Duration::from_millis(600);
 
 /// How often a rank is asked before its silence counts.
@@ -100,7 +100,7 @@ pub(super) enum NextStep {
     Ask { query: u32 },
     /// Answers may still come.
     Wait,
-    /// Somebody is to look at the processes of these ranks, which do not answer.
+    /// The processes of these ranks are to be looked at: the ranks do not answer.
     CheckHealth { query: u32, ranks: Vec<u32> },
     /// The question is closed with this knowledge.
     Judge(BTreeMap<u32, RankState>),
@@ -444,8 +444,8 @@ impl Investigations {
     }
 }
 
-/// How often the ranks are asked before silence counts. If a silent rank is known to live, or if all of several ranks are
-/// silent, the machine may be busy, or the asker may not come to hear.
+/// How often the ranks are asked before silence counts. It is more often if a silent rank is known to live, because the
+/// machine may be busy, and if all of several ranks are silent, because the asker may be the one that does not hear.
 fn asked_before_silence_counts(states: &BTreeMap<u32, RankState>, asker: u32) -> u32 {
     let mut others = states
         .iter()

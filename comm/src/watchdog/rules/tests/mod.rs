@@ -292,7 +292,7 @@ fn a_usually_fast_operation_is_overdue_early() {
     reported_once(&reports, &[0, 2], (Cause::NotLaunched, 1, false), (300, PROMISED));
 }
 
-/// Two ranks whose operations never meet, and whether they are said to wait for each other.
+/// Jobs of two ranks whose operations never meet.
 fn deadlock_jobs(settings: Settings) -> Vec<(&'static str, World)> {
     let job = |name, build: fn(&mut World)| {
         let mut world = World::new(2, settings);

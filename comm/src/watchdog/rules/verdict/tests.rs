@@ -298,7 +298,7 @@ fn a_wait_for_the_network_is_late_and_no_stuck_kernel() {
         assert_eq!(verdict(&states(2000), 3), nic(2, false));
         assert_eq!(verdict(&states(1999), 3), None);
     }
-    // Whoever has not come is waited for whatever the network does.
+    // A rank that has not come is the culprit whatever the network does.
     assert_eq!(
         verdict(&[stuck, late(9), stalled(stuck, Why::PortDown, 2500)], 3),
         Some((Cause::NotLaunched, 1, false))
