@@ -477,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_is_opened_anew_is_as_it_is_query() {
+    fn a_query_replaces_the_state_of_a_reopened_device() {
         let (table, _) = port_health();
         let now = table.now();
         assert!(table.tables().set_port(now, DEVICE, 1, false));
