@@ -109,3 +109,55 @@ fn version_and_completions() {
         assert!(String::from_utf8_lossy(&script.stdout).contains(word), "{shell}");
     }
 }
+
+/// What `ringsight list` of a process that is gone says to standard error with these variables, and its exit code.
+fn diagnostics(variables: &[(&str, &str)]) -> (i32, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_ringsight"))
+        .args(["list", &gone()])
+        .env_remove("RINGSIGHT_LOG")
+        .env_remove("RINGSIGHT_LOG_FORMAT")
+        .envs(variables.iter().copied())
+        .output()
+        .expect("the command runs");
+    assert_eq!(output.stdout, b"", "diagnostics are no results");
+    (
+        output.status.code().unwrap_or(-1),
+        String::from_utf8(output.stderr).expect("UTF-8"),
+    )
+}
+
+#[test]
+fn diagnostics_are_lines_for_people_or_json() {
+    let (code, text) = diagnostics(&[]);
+    assert_eq!(code, 1);
+    assert!(
+        text.starts_with("ringsight: process ") && text.lines().count() == 1,
+        "{text}"
+    );
+
+    let (code, json) = diagnostics(&[("RINGSIGHT_LOG_FORMAT", "json")]);
+    assert_eq!(code, 1);
+    let event: serde_json::Value = serde_json::from_str(&json).expect("one line of JSON");
+    assert_eq!(event["level"], "ERROR", "{json}");
+    let message = event["message"].as_str().unwrap();
+    assert_eq!(
+        message.split(' ').nth(1).unwrap(),
+        event["pid"].to_string(),
+        "{json}"
+    );
+    assert!(message.contains("does not exist"), "{json}");
+}
+
+#[test]
+fn diagnostics_are_of_the_levels_that_are_asked_for() {
+    assert_eq!(diagnostics(&[("RINGSIGHT_LOG", "off")]), (1, String::new()));
+    assert_eq!(diagnostics(&[("RINGSIGHT_LOG", "ringsight=off,warn")]).1, "");
+    for variable in ["RINGSIGHT_LOG", "RINGSIGHT_LOG_FORMAT"] {
+        let (code, text) = diagnostics(&[(variable, "x=loud")]);
+        assert_eq!(code, 2, "{text}");
+        assert!(
+            text.starts_with(&format!("ringsight: {variable} (x=loud)")),
+            "{text}"
+        );
+    }
+}

@@ -19,6 +19,7 @@ use ringsight_probes::{
     Attached, NetworkScope, Sample, Session, Source, UseEbpf, process::environment_variable,
 };
 use serde_json::json;
+use tracing::{error, info, warn};
 
 use super::{
     Exit, outputs, print,
@@ -91,7 +92,7 @@ pub(crate) struct AttachArguments {
     scope_env: Option<String>,
     /// Print errors only
     #[arg(long, short)]
-    quiet: bool,
+    pub(super) quiet: bool,
 }
 
 fn parse_number(text: &str, unit: f64) -> Result<Duration, String> {
@@ -154,7 +155,7 @@ impl Outputs {
         for (exporter, health) in self.exporters.iter().zip(&mut self.health) {
             let stats = exporter.stats();
             for news in health.refusals(&stats).into_iter().chain(health.trouble(&stats)) {
-                eprintln!("ringsight: {}: {news}", exporter.target());
+                warn!("{}: {news}", exporter.target());
             }
         }
     }
@@ -184,7 +185,7 @@ impl Outputs {
             let error = exporter.shutdown(timeout).err();
             let (target, stats) = (exporter.target(), exporter.stats());
             for news in health.refusals(&stats) {
-                eprintln!("ringsight: {target}: {news}");
+                warn!("{target}: {news}");
             }
             rows.push(ExporterRow::new(target, &stats, error));
         }
@@ -206,7 +207,7 @@ pub(crate) fn run(arguments: &AttachArguments) -> Exit {
     match try_run(arguments) {
         Ok(exit) => exit,
         Err((exit, error)) => {
-            eprintln!("ringsight: {error}");
+            error!("{error}");
             exit
         }
     }
@@ -279,7 +280,7 @@ fn try_run(arguments: &AttachArguments) -> Result<Exit, (Exit, String)> {
         .map_err(error)?;
     }
     reader.watch(&ending, arguments.duration, begun);
-    let detach_ms = reader.let_go(arguments.quiet);
+    let detach_ms = reader.let_go();
     let duration_s = begun.elapsed().as_secs_f64();
     let exporters = outputs.shutdown(arguments.flush_timeout);
 
@@ -299,12 +300,12 @@ fn try_run(arguments: &AttachArguments) -> Result<Exit, (Exit, String)> {
     }
     for row in &summary.exporters {
         if let Some(problem) = &row.error {
-            eprintln!("ringsight: {problem}");
+            error!("{problem}");
         }
         for (items, reason, dropped) in row.incomplete() {
-            eprintln!(
-                "ringsight: {}: {dropped} {items} were dropped ({reason})",
-                row.target
+            error!(
+                dropped,
+                reason, "{}: {dropped} {items} were dropped ({reason})", row.target
             );
         }
         if row.error.is_some() || row.incomplete().next().is_some() {
@@ -327,7 +328,7 @@ fn write_summary(path: &PathBuf, summary: &Summary) -> bool {
             }
         },
     };
-    eprintln!("ringsight: {problem}");
+    error!("{problem}");
     false
 }
 
@@ -343,7 +344,7 @@ fn attach(arguments: &AttachArguments, session: &mut Session) -> Watched {
         match session.attach(pid) {
             Ok(one) => attached.push(one),
             Err(error) => {
-                eprintln!("ringsight: {error}");
+                error!(pid, "{error}");
                 failed += 1;
             }
         }
@@ -352,15 +353,13 @@ fn attach(arguments: &AttachArguments, session: &mut Session) -> Watched {
     if let Some(unavailable) = session.unavailable()
         && !attached.is_empty()
     {
-        eprintln!("ringsight: {unavailable}; everything is read through the shared ring");
+        warn!("{unavailable}; everything is read through the shared ring");
     }
-    if !arguments.quiet {
-        for one in &attached {
-            eprintln!("{}", describe(one));
-        }
-        for line in describe_network(session.network()) {
-            eprintln!("{line}");
-        }
+    for one in &attached {
+        info!(pid = one.process.pid, "{}", describe(one));
+    }
+    for line in describe_network(session.network()) {
+        info!("{line}");
     }
     Watched {
         attached,
@@ -432,7 +431,7 @@ impl Reader<'_> {
             Err(problem) => {
                 // A problem that lasts is told once.
                 if problem != self.last_problem {
-                    eprintln!("ringsight: {problem}");
+                    warn!("{problem}");
                     self.last_problem = problem;
                 }
                 self.session.pids().next().is_some()
@@ -469,7 +468,7 @@ impl Reader<'_> {
     }
 
     /// Detaches, takes what is left and hands all of it to the exporters. Returns how long detaching took, milliseconds.
-    fn let_go(&mut self, quiet: bool) -> f64 {
+    fn let_go(&mut self) -> f64 {
         // What has happened until now is taken while everything still runs.
         self.poll();
         let detached = self.session.detach_all();
@@ -479,9 +478,7 @@ impl Reader<'_> {
         self.meter();
         self.outputs.export(self.collector);
         let detach_ms = detached.as_secs_f64() * 1e3;
-        if !quiet {
-            eprintln!("detached in {detach_ms:.1} ms");
-        }
+        info!(detach_ms, "detached in {detach_ms:.1} ms");
         detach_ms
     }
 }

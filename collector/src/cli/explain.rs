@@ -9,6 +9,7 @@ use clap::{Args, ValueEnum};
 use ringsight_collector::explain::{Explained, Operation, Seen, Table, Terms, of_process, of_spans};
 use ringsight_probes::{look, target};
 use ringsight_records::{DataType, Function, Protocol, ReduceOp, pages::APART_BYTES};
+use tracing::error;
 
 use super::{Exit, print};
 
@@ -143,7 +144,7 @@ pub(crate) fn run(arguments: &ExplainArguments) -> Exit {
     match explain(arguments) {
         Ok(text) => print(&text),
         Err(error) => {
-            eprintln!("ringsight: {error}");
+            error!("{error}");
             Exit::Error
         }
     }

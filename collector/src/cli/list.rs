@@ -8,6 +8,7 @@ use ringsight_probes::{
 };
 use ringsight_records::{DeviceClock, pages::Communicator};
 use serde_json::{Value, json};
+use tracing::error;
 
 use super::{Exit, print};
 
@@ -16,7 +17,7 @@ pub(crate) fn run(pid: u32, json: bool) -> Exit {
     let library = match target::find(pid) {
         Ok(library) => library,
         Err(error) => {
-            eprintln!("ringsight: {error}");
+            error!(pid, "{error}");
             return Exit::Error;
         }
     };
@@ -31,7 +32,7 @@ pub(crate) fn run(pid: u32, json: bool) -> Exit {
         Flavour::Instrumented => match ringsight_probes::look(pid) {
             Ok(look) => look,
             Err(error) => {
-                eprintln!("ringsight: {error}");
+                error!(pid, "{error}");
                 return Exit::Error;
             }
         },

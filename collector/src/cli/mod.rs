@@ -4,6 +4,7 @@ mod attach;
 mod connections;
 mod explain;
 mod list;
+mod log;
 mod outputs;
 mod report;
 mod signals;
@@ -13,6 +14,7 @@ mod verdicts;
 use std::{path::PathBuf, process::ExitCode};
 
 use clap::{CommandFactory, Parser, Subcommand};
+use tracing::error;
 
 /// How a command ended. Usage errors exit with 2, which is clap's doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,7 +85,14 @@ enum Command {
 
 /// Runs the command that the arguments name.
 pub(crate) fn main() -> ExitCode {
-    let exit = match Arguments::parse().command {
+    let command = Arguments::parse().command;
+    let quiet = matches!(&command, Command::Attach(arguments) if arguments.quiet);
+    if let Err(problem) = log::init(quiet) {
+        // There is no log to say it in.
+        eprintln!("ringsight: {problem}");
+        return Exit::Usage.into();
+    }
+    let exit = match command {
         Command::Attach(arguments) => attach::run(&arguments),
         Command::List { pid, json } => list::run(pid, json),
         Command::Explain(arguments) => explain::run(&arguments),
@@ -110,7 +119,7 @@ fn print(text: &str) -> Exit {
         Ok(()) => Exit::Success,
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Exit::Success,
         Err(error) => {
-            eprintln!("ringsight: cannot write to standard output: {error}");
+            error!("cannot write to standard output: {error}");
             Exit::Error
         }
     }

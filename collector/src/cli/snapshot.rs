@@ -9,6 +9,7 @@ use ringsight_dump::{Format, Moment};
 use ringsight_probes::{look, process, target};
 use ringsight_records::Function;
 use serde_json::{Value, json};
+use tracing::error;
 
 use super::{Exit, connections, print, verdicts};
 
@@ -20,7 +21,7 @@ pub(crate) fn run(pids: &[u32], json: bool, dump: Option<&Path>, dump_json: Opti
         match read(*pid) {
             Ok(process) => processes.push(process),
             Err(error) => {
-                eprintln!("ringsight: {error}");
+                error!(pid, "{error}");
                 exit = Exit::Error;
             }
         }
@@ -33,7 +34,7 @@ pub(crate) fn run(pids: &[u32], json: bool, dump: Option<&Path>, dump_json: Opti
         if let Some(prefix) = prefix
             && let Err(error) = write_dumps(&processes, prefix, format, now)
         {
-            eprintln!("ringsight: {}: {error}", prefix.display());
+            error!("{}: {error}", prefix.display());
             exit = Exit::Error;
         }
     }
