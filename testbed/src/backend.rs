@@ -1,4 +1,4 @@
-//! Jaeger, a trace backend to send traces to and to read them back from.
+//! Jaeger as a child process, and HTTP requests to it.
 
 use std::{
     net::{SocketAddr, TcpListener, TcpStream},

@@ -1,8 +1,24 @@
-//! What ringsight is tried on: jobs whose truth is known, faults for them, guests to run them in, and what measures them.
+//! Jobs whose truth is known, faults for them, guests to run them in, and what measures them.
 //!
-//! It talks to the library through its C ABI and to the collector through its command line, as any user does, so it depends on neither.
+//! The testbed speaks to the library through its C ABI and to the collector through its command line, as any user does. It depends on
+//! neither crate. `cargo xtask` and the end-to-end tests start what stands here.
 //!
-//! Modules use those above them only: `process` · `random` · `stats` · `workspace` · `machine` · `backend` · `nccl` · `ranks` · `vm` · `demo` · `faults` · `bench` · `gpu`.
+//! A module uses only modules above it in this table:
+//!
+//! | module | owns |
+//! |---|---|
+//! | [`process`] | child processes that end with their parent |
+//! | [`random`], [`stats`] | seeded numbers; medians, quantiles, means |
+//! | [`workspace`] | paths of the workspace, and its builds |
+//! | [`machine`] | the cache of tools, Debian's packages, rights |
+//! | [`backend`] | Jaeger as a child, and HTTP to it |
+//! | [`nccl`] | the library, loaded and called through its C ABI |
+//! | [`ranks`] | ranks as child processes that answer line by line |
+//! | [`vm`] | guests: virtual machines that run a program |
+//! | [`demo`] | a training job, its ground truth, and the judge of its traces |
+//! | [`faults`] | fault injection, what is promised of each fault, and the score |
+//! | [`mod@bench`] | measurements against goals |
+//! | [`gpu`] | the bundle for GPU hosts, and its runner |
 
 pub mod backend;
 pub mod bench;

@@ -1,4 +1,7 @@
-//! Child processes that do not outlive their parent.
+//! Child processes that end with their parent.
+//!
+//! A [`Guarded`] child gets a signal from the kernel when the thread that started it ends (`PR_SET_PDEATHSIG`), and from its guard when
+//! the guard is dropped. A [`Dialogue`] is such a child that answers each line by a line.
 
 use std::{
     io::{BufRead, BufReader, Lines, Write as _},

@@ -1,4 +1,4 @@
-//! Numbers that are the same on every rank and at every run with the same seed.
+//! Seeded random numbers, fresh seeds, and a hash: the same on every machine.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 

@@ -1,4 +1,4 @@
-//! Where things are in the workspace, and building them.
+//! Paths of the workspace, and builds of what jobs run.
 
 use std::{
     ffi::OsString,

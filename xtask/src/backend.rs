@@ -1,4 +1,4 @@
-//! `cargo xtask backend`: a trace backend to look at traces in.
+//! `cargo xtask backend`: a trace backend in the foreground.
 
 use std::{path::PathBuf, process::ExitCode};
 

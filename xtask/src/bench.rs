@@ -1,10 +1,10 @@
-//! `cargo xtask bench`: which measurements are taken, and their table.
+//! `cargo xtask bench`: the choice of benchmarks, and their table.
 
 use std::process::ExitCode;
 
 use anyhow::{Result, bail};
 use clap::Args;
-use ringsight_testbed::bench::{Row, attached, criterion, live, own, probe};
+use ringsight_testbed::bench::{Row, attached, criterion, json, live, probe};
 
 use crate::setup;
 
@@ -49,20 +49,20 @@ pub fn run(options: &Options) -> Result<ExitCode> {
             rows.extend(criterion(package, target)?);
         }
     }
-    if wanted(own::THROUGHPUT.1) || wanted(own::THROUGHPUT.0) {
-        rows.extend(own::throughput(options.seconds)?);
+    if wanted(json::THROUGHPUT.1) || wanted(json::THROUGHPUT.0) {
+        rows.extend(json::throughput(options.seconds)?);
     }
-    if wanted(own::PROBE.1) || wanted(own::PROBE.0) {
-        rows.extend(own::probe()?);
+    if wanted(json::PROBE.1) || wanted(json::PROBE.0) {
+        rows.extend(json::probe()?);
     }
-    if wanted(own::CALLS.1) || wanted(own::CALLS.0) {
-        rows.extend(own::calls()?);
+    if wanted(json::CALLS.1) || wanted(json::CALLS.0) {
+        rows.extend(json::calls()?);
     }
-    if wanted(own::LIMITS.1) || wanted(own::LIMITS.0) {
-        rows.extend(own::limits()?);
+    if wanted(json::LIMITS.1) || wanted(json::LIMITS.0) {
+        rows.extend(json::limits()?);
     }
-    if wanted(own::WATCHDOG.1) || wanted(own::WATCHDOG.0) {
-        rows.extend(own::watchdog()?);
+    if wanted(json::WATCHDOG.1) || wanted(json::WATCHDOG.0) {
+        rows.extend(json::watchdog()?);
     }
     if wanted("probe") {
         rows.extend(probe::measure(&setup::build()?)?);

@@ -9,7 +9,7 @@
 //! 2. Debian's `/usr/bin/cargo` and `/usr/bin/rustc` with the package `rust-web-src`;
 //! 3. a rustup nightly with the component `rust-src`.
 //!
-//! The linker is `RINGSIGHT_BPF_LINKER`, else `bpf-linker` in the cache of tools ([`machine::cache`]) or in `PATH`.
+//! The linker is `RINGSIGHT_BPF_LINKER`, else the one in the cache of tools ([`setup::ebpf_tools`]).
 //!
 //! Invariants:
 //! - Neither an absolute path nor the place of the checkout reaches an object (`--remap-path-prefix`).
@@ -19,20 +19,21 @@
 use std::{
     env,
     ffi::OsString,
-    fmt, fs,
+    fmt,
     path::{Path, PathBuf},
     process::{Command, ExitCode},
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::Args;
+use fs_err as fs;
 use object::build::elf::{Builder, SectionData};
 use ringsight_testbed::{
-    machine, process,
+    process,
     workspace::{root, target},
 };
 
-use crate::setup;
+use crate::setup::{self, EbpfTools};
 
 mod listing;
 
@@ -120,8 +121,7 @@ pub fn run(options: &Options) -> Result<ExitCode> {
     let tools = toolchain.describe()?;
     let code = write(&toolchain, &[], &folder)?;
     let file = folder.join(TOOLS);
-    fs::write(&file, format!("{TOOLS_HEAD}{tools}"))
-        .with_context(|| format!("writing {}", file.display()))?;
+    fs::write(&file, format!("{TOOLS_HEAD}{tools}"))?;
     Ok(code)
 }
 
@@ -135,7 +135,7 @@ pub fn check() -> Result<Comparison> {
     let mut report = String::new();
     for architecture in ARCHITECTURES {
         let path = folder.join(file_name(architecture));
-        let committed = fs::read(&path).with_context(|| format!("reading {}", path.display()))?;
+        let committed = fs::read(&path)?;
         let built = toolchain.build(architecture, &[])?;
         let difference = listing::difference(&committed, &built)
             .with_context(|| format!("comparing with {}", path.display()))?;
@@ -147,7 +147,7 @@ pub fn check() -> Result<Comparison> {
         return Ok(Comparison::Same);
     }
     let file = folder.join(TOOLS);
-    let pinned = fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
+    let pinned = fs::read_to_string(&file)?;
     let pinned = pinned.strip_prefix(TOOLS_HEAD).unwrap_or(&pinned).to_owned();
     let here = toolchain.describe()?;
     let words = |tools: &str| tools.trim_end().replace('\n', ", ");
@@ -163,63 +163,56 @@ fn file_name(architecture: &str) -> String {
 }
 
 fn write(toolchain: &Toolchain, features: &[&str], folder: &Path) -> Result<ExitCode> {
-    fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+    fs::create_dir_all(folder)?;
     for architecture in ARCHITECTURES {
         let path = folder.join(file_name(architecture));
         let object = toolchain.build(architecture, features)?;
-        fs::write(&path, object).with_context(|| format!("writing {}", path.display()))?;
+        fs::write(&path, object)?;
         println!("{}", path.display());
     }
     Ok(ExitCode::SUCCESS)
 }
 
 /// A compiler that can build `core` for `bpfel-unknown-none`, and the linker.
-struct Toolchain {
-    cargo: PathBuf,
-    rustc: PathBuf,
-    linker: PathBuf,
-}
+struct Toolchain(EbpfTools);
 
 impl Toolchain {
     /// Installs what is missing, then looks for the tools.
     fn find() -> Result<Self> {
-        let given = (
-            variable("RINGSIGHT_BPF_CARGO"),
-            variable("RINGSIGHT_BPF_RUSTC"),
-            variable("RINGSIGHT_BPF_LINKER"),
-        );
-        if let (Some(cargo), Some(rustc), Some(linker)) = given {
-            return Ok(Self {
+        let given = ["CARGO", "RUSTC", "LINKER"].map(|tool| variable(&format!("RINGSIGHT_BPF_{tool}")));
+        if let [Some(cargo), Some(rustc), Some(linker)] = given {
+            return Ok(Self(EbpfTools {
                 cargo: cargo.into(),
                 rustc: rustc.into(),
                 linker: linker.into(),
-            });
+            }));
         }
-        setup::ebpf_toolchain()?;
-        let (cargo, rustc) = compiler()?;
-        Ok(Self {
-            cargo,
-            rustc,
-            linker: linker()?,
-        })
+        let found = setup::ebpf_tools()?;
+        let [cargo, rustc, linker] = given;
+        let (cargo, rustc) = match (cargo, rustc) {
+            (Some(cargo), Some(rustc)) => (cargo.into(), rustc.into()),
+            _ => (found.cargo, found.rustc),
+        };
+        let linker = linker.map_or(found.linker, PathBuf::from);
+        Ok(Self(EbpfTools { cargo, rustc, linker }))
     }
 
     /// Name and version of each tool that decides what the instructions are, one a line.
     fn describe(&self) -> Result<String> {
-        let verbose = process::output(Command::new(&self.rustc).arg("-vV"))?;
+        let verbose = process::output(Command::new(&self.0.rustc).arg("-vV"))?;
         let llvm = verbose
             .lines()
             .find_map(|line| line.strip_prefix("LLVM version: "))
-            .with_context(|| format!("{} -vV names no LLVM", self.rustc.display()))?;
+            .with_context(|| format!("{} -vV names no LLVM", self.0.rustc.display()))?;
         let rustc = verbose.lines().next().unwrap_or_default();
-        let linker = process::output(Command::new(&self.linker).arg("--version"))?;
+        let linker = process::output(Command::new(&self.0.linker).arg("--version"))?;
         Ok(format!("{rustc}\nLLVM {llvm}\n{linker}\n"))
     }
 
     /// Compiles the programs for probed processes of an architecture; the result is an object without DWARF.
     fn build(&self, architecture: &str, features: &[&str]) -> Result<Vec<u8>> {
         let target = target()?.join("bpf");
-        let sysroot = process::output(Command::new(&self.rustc).args(["--print", "sysroot"]))?;
+        let sysroot = process::output(Command::new(&self.0.rustc).args(["--print", "sysroot"]))?;
         let cargo_home = variable("CARGO_HOME")
             .map(PathBuf::from)
             .or_else(|| Some(Path::new(&variable("HOME")?).join(".cargo")));
@@ -228,7 +221,7 @@ impl Toolchain {
             // BTF is made of debug information.
             "-Cdebuginfo=2".to_owned(),
             "-Clink-arg=--btf".to_owned(),
-            format!("-Clinker={}", self.linker.display()),
+            format!("-Clinker={}", self.0.linker.display()),
             remap(&root(), "ringsight"),
             // By both of its names: Debian's is a link.
             remap(&library, "rust"),
@@ -236,7 +229,7 @@ impl Toolchain {
         flags.extend(library.canonicalize().map(|library| remap(&library, "rust")));
         flags.extend(cargo_home.map(|home| remap(&home.join("registry/src"), "registry")));
 
-        let mut build = Command::new(&self.cargo);
+        let mut build = Command::new(&self.0.cargo);
         // What the outer cargo and rustup put into the environment speaks of another build.
         for (name, _) in env::vars_os() {
             let name = name.to_string_lossy().into_owned();
@@ -248,7 +241,7 @@ impl Toolchain {
         }
         build
             .current_dir(root().join("probes/ebpf"))
-            .env("RUSTC", &self.rustc)
+            .env("RUSTC", &self.0.rustc)
             // Which registers `ctx.arg(n)` reads. A flag in its place would compile `core` once for each architecture.
             .env("AYA_BPF_TARGET_ARCH", architecture)
             // `-Zbuild-std` on a stable toolchain; the target's `core` exists in no other form.
@@ -262,7 +255,7 @@ impl Toolchain {
             .arg(&target);
         process::output(&mut build).context("compiling the eBPF programs")?;
         let built = target.join("bpfel-unknown-none/release/ringsight");
-        let object = fs::read(&built).with_context(|| format!("reading {}", built.display()))?;
+        let object = fs::read(&built)?;
         without_dwarf(&object).with_context(|| format!("reading {}", built.display()))
     }
 }
@@ -292,49 +285,4 @@ fn without_dwarf(object: &[u8]) -> Result<Vec<u8>> {
 
 fn variable(name: &str) -> Option<OsString> {
     env::var_os(name).filter(|value| !value.is_empty())
-}
-
-/// `cargo` and `rustc` of one toolchain that has the library's source.
-fn compiler() -> Result<(PathBuf, PathBuf)> {
-    if let (Some(cargo), Some(rustc)) = (variable("RINGSIGHT_BPF_CARGO"), variable("RINGSIGHT_BPF_RUSTC")) {
-        return Ok((cargo.into(), rustc.into()));
-    }
-    let debian = (PathBuf::from("/usr/bin/cargo"), PathBuf::from("/usr/bin/rustc"));
-    if debian.0.exists() && has_library_source(&debian.1) {
-        return Ok(debian);
-    }
-    let rustup = |tool: &str| {
-        let which = ["which", "--toolchain", "nightly", tool];
-        process::output(Command::new("rustup").args(which))
-            .ok()
-            .map(PathBuf::from)
-    };
-    if let (Some(cargo), Some(rustc)) = (rustup("cargo"), rustup("rustc"))
-        && has_library_source(&rustc)
-    {
-        return Ok((cargo, rustc));
-    }
-    bail!(
-        "no Rust toolchain with library source: neither Debian's rustc-web, cargo-web and rust-web-src nor a rustup \
-         nightly with rust-src"
-    )
-}
-
-fn has_library_source(rustc: &Path) -> bool {
-    process::output(Command::new(rustc).args(["--print", "sysroot"])).is_ok_and(|sysroot| {
-        Path::new(&sysroot)
-            .join("lib/rustlib/src/rust/library/core")
-            .exists()
-    })
-}
-
-fn linker() -> Result<PathBuf> {
-    if let Some(path) = variable("RINGSIGHT_BPF_LINKER") {
-        return Ok(path.into());
-    }
-    let cached = machine::cache()?.join("bin/bpf-linker");
-    if process::is_program(&cached) {
-        return Ok(cached);
-    }
-    process::find("bpf-linker").context("bpf-linker was not found")
 }

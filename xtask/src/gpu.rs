@@ -1,4 +1,4 @@
-//! `cargo xtask gpu`: what runs on GPUs, put together where there is none.
+//! `cargo xtask gpu`: the bundle for GPU hosts, built where there is no GPU.
 
 use std::path::PathBuf;
 

@@ -1,6 +1,6 @@
-//! Every developer and operator chore of ringsight: `cargo xtask <command>`.
+//! Every developer and operator chore of ringsight as a command: `cargo xtask <command>`.
 //!
-//! It holds the commands and what they start; jobs, faults, guests and measurements are `ringsight-testbed`'s.
+//! This crate holds the commands and their order. Jobs, faults, guests and measurements are in `ringsight-testbed`.
 
 #![allow(
     unreachable_pub,

@@ -1,4 +1,4 @@
-//! `cargo xtask probe`: `ringsight`, built and run.
+//! `cargo xtask probe`: builds and runs `ringsight`.
 
 use std::process::ExitCode;
 

@@ -1,8 +1,8 @@
-//! Installs what builds and tests can use: CUDA's compiler where it can be had, the toolchain of the eBPF objects for `cargo xtask ebpf`,
-//! Jaeger and Chromium for those tests that use them.
+//! Tools that builds and tests use, installed as far as they are missing: CUDA's compiler, the toolchain of the eBPF objects, NVIDIA's
+//! headers, Jaeger, Chromium, cargo-fuzz.
 //!
-//! Everything is looked for first, so that a second run costs milliseconds. System packages come from apt (as root or
-//! through `sudo`); the rest is compiled into a cache, [`cache`].
+//! Every function looks first, so a second run costs milliseconds. System packages come from apt (as root or through `sudo`). The rest is
+//! compiled or unpacked into the cache ([`cache`]).
 
 use std::{
     os::unix::fs::symlink,
@@ -51,20 +51,40 @@ struct Compiler {
     llvm: (u32, PathBuf),
 }
 
-/// Installs the toolchain that compiles eBPF programs.
+/// What compiles eBPF programs.
+#[derive(Debug)]
+pub struct EbpfTools {
+    /// A cargo and a rustc that can build `core` for `bpfel-unknown-none`.
+    pub cargo: PathBuf,
+    /// See there.
+    pub rustc: PathBuf,
+    /// bpf-linker.
+    pub linker: PathBuf,
+}
+
+/// Installs what compiles eBPF programs, as far as it is missing.
 ///
 /// # Errors
 /// Names the command to run where this cannot be done here.
-pub fn ebpf_toolchain() -> Result<()> {
-    // A ready object: nothing is compiled (see probes/build.rs, which looks for the tools where this puts them).
-    if std::env::var_os("RINGSIGHT_BPF_OBJECT").is_some_and(|object| !object.is_empty()) {
-        return Ok(());
-    }
+pub fn ebpf_tools() -> Result<EbpfTools> {
     let compiler = match compiler() {
         Some(compiler) => compiler,
         None => install_compiler()?,
     };
-    install_bpf_linker(&compiler)
+    install_bpf_linker(&compiler)?;
+    Ok(EbpfTools {
+        cargo: compiler.rustc.with_file_name("cargo"),
+        rustc: compiler.rustc,
+        linker: cache()?.join("bin/bpf-linker"),
+    })
+}
+
+/// As [`ebpf_tools`].
+///
+/// # Errors
+/// As there.
+pub fn ebpf_toolchain() -> Result<()> {
+    ebpf_tools().map(drop)
 }
 
 /// Puts the headers of all wheels in a folder (`nvidia/*/include` of each) into one, and drops the wheels.

@@ -1,4 +1,4 @@
-//! How much slower a job runs with a collector attached: one job, windows with and without, in turns.
+//! How much slower a job runs with a collector attached: windows with and without, by turns, in one job.
 
 use std::time::{Duration, Instant};
 

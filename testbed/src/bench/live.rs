@@ -1,4 +1,4 @@
-//! Whether a collector keeps up with a process whose ring fills faster than a record a microsecond.
+//! Whether a collector keeps up with a process that emits more than a record a microsecond.
 
 use std::{process::Command, time::Duration};
 

@@ -1,4 +1,7 @@
-//! Measurements against goals.
+//! Measurements against goals: a [`Row`] for each figure, with the [`Goal`] that its median has to reach.
+//!
+//! Criterion's benchmarks leave their medians in files ([`criterion`]). Benchmarks with a main function of their own print JSON ([`json`]).
+//! The others ([`attached`], [`live`], [`probe`]) attach a collector to a process and measure from outside.
 
 use std::{
     fmt,
@@ -10,8 +13,8 @@ use fs_err as fs;
 use serde::Serialize;
 
 pub mod attached;
+pub mod json;
 pub mod live;
-pub mod own;
 pub mod probe;
 
 use crate::{

@@ -1,4 +1,4 @@
-//! What a call of a probe function costs with and without a probe on it, in one process.
+//! The cost of a call of a probe function, with and without a probe, in one process.
 
 use std::{
     ffi::c_void,

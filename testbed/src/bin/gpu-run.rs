@@ -1,4 +1,4 @@
-//! What `run.sh` of a GPU bundle starts.
+//! The runner of a GPU bundle, which `run.sh` starts.
 
 use std::process::ExitCode;
 

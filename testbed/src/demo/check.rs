@@ -1,4 +1,4 @@
-//! Holds the collector's findings against the ranks' own accounts.
+//! Comparison of the collector's summary with the ranks' truth.
 
 use std::collections::{BTreeMap, BTreeSet};
 

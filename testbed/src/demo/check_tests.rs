@@ -1,4 +1,4 @@
-//! The check has to find each kind of difference, and nothing where there is none.
+//! The check finds each kind of difference, and nothing where there is none.
 
 use super::*;
 use crate::demo::{

@@ -1,4 +1,4 @@
-//! `ringsight attach` as a child.
+//! `ringsight attach` as a child process.
 
 use std::{
     path::{Path, PathBuf},
@@ -32,6 +32,14 @@ impl Collector {
     /// # Errors
     /// What the collector wrote, if it ends instead.
     pub fn attach(artifacts: &Artifacts, pids: &[u32], options: &[String], folder: &Path) -> Result<Self> {
+        Self::start(&artifacts.ringsight, pids, options, folder)
+    }
+
+    /// As [`Self::attach`], with this `ringsight`.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn start(ringsight: &Path, pids: &[u32], options: &[String], folder: &Path) -> Result<Self> {
         fs::create_dir_all(folder)?;
         // Several collectors may work in one folder.
         let name = pids.first().map_or(0, |pid| *pid);
@@ -44,7 +52,7 @@ impl Collector {
         for left_over in [&summary, &ready] {
             let _ = fs::remove_file(left_over);
         }
-        let mut command: Command = machine::privileged(&artifacts.ringsight);
+        let mut command: Command = machine::privileged(ringsight);
         command
             .arg("attach")
             .args(pids.iter().map(u32::to_string))
@@ -93,6 +101,15 @@ impl Collector {
     /// # Errors
     /// What it wrote, if it fails or does not end within `limit`.
     pub fn finish(&mut self, limit: Duration) -> Result<Summary> {
+        serde_json::from_value(self.finish_raw(limit)?)
+            .with_context(|| format!("{} is no summary", self.summary.display()))
+    }
+
+    /// As [`Self::finish`], with all that the summary says.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn finish_raw(&mut self, limit: Duration) -> Result<serde_json::Value> {
         let status = match self.process.wait(limit) {
             Ok(status) => status,
             Err(error) => {
@@ -108,7 +125,7 @@ impl Collector {
             );
         }
         let text = fs::read_to_string(&self.summary)?;
-        serde_json::from_str(&text).with_context(|| format!("{} is no summary", self.summary.display()))
+        serde_json::from_str(&text).with_context(|| format!("{} is no JSON", self.summary.display()))
     }
 
     /// Asks it to let go of its targets, then as [`Collector::finish`].

@@ -1,4 +1,4 @@
-//! The library's own event counters, read by the process itself from its shared pages.
+//! The library's own event counters, which the process itself reads from its shared pages.
 
 use std::{collections::BTreeMap, os::fd::AsRawFd, ptr, sync::atomic::Ordering};
 

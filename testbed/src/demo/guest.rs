@@ -1,4 +1,4 @@
-//! The demo's part in a guest: the job over RDMA between two nodes, a link that fails and comes back, the collector.
+//! The demo inside a guest: the job over RDMA between two nodes, a link that fails and returns, and the collector.
 
 use std::{
     path::{Path, PathBuf},
@@ -16,10 +16,9 @@ use super::{
     OUTPUTS, check,
     collector::Collector,
     job::Job,
-    link,
     truth::{Configuration, Wire},
 };
-use crate::{process, workspace::Artifacts};
+use crate::{machine::set_link, process, workspace::Artifacts};
 
 /// What job to run.
 #[derive(Args, Clone, Debug)]
@@ -91,7 +90,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
                 .wait("leave the link", Some(|end| end["active"] == 1))
                 .and_then(|text| {
                     println!("{text}");
-                    link::set(&wire.link, true).context("taking the link up")
+                    set_link(&wire.link, true).context("taking the link up")
                 });
             println!("link {} up", wire.link);
         }

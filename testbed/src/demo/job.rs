@@ -1,4 +1,7 @@
-//! The demo's worker processes.
+//! The demo's ranks as processes, from outside.
+//!
+//! A rank is *starting* until it prints `ready`, then waits at the gate for `go`, trains until it prints `done`, and keeps its communicator
+//! until `exit`.
 
 use std::{
     path::{Path, PathBuf},

@@ -1,9 +1,10 @@
-//! Who was late: the collector's verdicts against the ranks' own clocks.
+//! Comparison of the collector's verdicts on late ranks with the ranks' own clocks.
 //!
-//! A rank notes when its stream gets to a collective and when it gets past it. Its part begins in between, though not at once where
-//! the machine then runs something else, and before any other rank leaves, for none can without it. So every start that the
-//! collector shows is held against these notes; every verdict has to follow from the starts; of the verdicts that would be others
-//! by the notes alone there may be few, and none where a rank slept and came last.
+//! A rank notes when its stream reaches a collective and when its stream has passed it. The rank's part begins between these notes: not at
+//! once where the machine runs something else first, and before any other rank leaves, for none can leave without it. So three rules hold:
+//! - Every start that the collector shows lies between the notes.
+//! - Every verdict follows from the starts.
+//! - Few verdicts would differ by the notes alone, and none where a rank slept and came last.
 
 use std::cmp::Reverse;
 

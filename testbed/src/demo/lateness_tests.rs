@@ -1,4 +1,4 @@
-//! Verdicts have to follow from starts that the notes allow, and what a busy machine does is told from what is wrong.
+//! Verdicts follow from possible starts, and a busy machine is told from a wrong verdict.
 
 use super::*;
 use crate::demo::{

@@ -1,5 +1,15 @@
-//! `cargo xtask demo`: a training job of several processes, the collector attached to it, its traces, and a check of
-//! what the collector found against what the ranks know.
+//! A training job of several processes, the collector attached to it, its traces, and a judge (`cargo xtask demo`).
+//!
+//! Every rank writes what it knows of its own run, by its own clock: the truth ([`truth`]). The collector never reads it. [`check`] compares
+//! the collector's summary with the truth, and every difference is a problem in the report, which is the last line.
+//!
+//! | file | owns |
+//! |---|---|
+//! | `job`, `worker`, `model` | the ranks as processes; what a rank does; the model that it trains |
+//! | `truth`, `counters` | what a rank knows; the library's own counters of events |
+//! | `collector`, `summary` | `ringsight attach` as a child; what it reports |
+//! | `report`, `check`, `lateness` | the last line; all comparisons; those of who was late |
+//! | `vm`, `guest`, `failover_trace` | the demo in a guest, from outside and inside; what its trace has to say |
 
 use std::{
     path::{Path, PathBuf},
@@ -14,11 +24,10 @@ use fs_err as fs;
 pub mod check;
 pub mod collector;
 pub mod counters;
-pub mod failover;
+pub mod failover_trace;
 pub mod guest;
 pub mod job;
 mod lateness;
-pub mod link;
 pub mod model;
 mod report;
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! A small real model: a perceptron with two hidden layers that tells two interleaved half-moons apart.
+//! A small real model: a perceptron with two hidden layers that separates two interleaved half-moons.
 
 use crate::random::Random;
 

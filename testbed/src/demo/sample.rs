@@ -1,4 +1,4 @@
-//! A run to hold the check against: what the ranks know, and what a collector would make of it.
+//! A made-up run for tests of the check: the ranks' truth, and the summary that a right collector would write.
 
 use std::collections::BTreeMap;
 

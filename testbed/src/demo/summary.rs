@@ -1,4 +1,4 @@
-//! What `ringsight attach --summary` writes, version 1.
+//! What `ringsight attach --summary` writes (version 1).
 
 use std::collections::BTreeMap;
 

@@ -1,5 +1,4 @@
-//! What a worker knows of its own run, from its own clock: the reference that the collector's findings are held against.
-//! The collector never opens these files.
+//! What a rank knows of its own run, by its own clock, and what it was told to do. The collector never reads these files.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! `cargo xtask demo --vm`: the demo across two nodes in a guest, where a port goes down in the middle of an all_reduce.
+//! The demo in a guest, from outside (`cargo xtask demo --vm`): a port goes down in the middle of an all_reduce.
 
 use std::{
     io::Write as _,
@@ -13,7 +13,7 @@ use fs_err as fs;
 use serde_json::{Value, json};
 
 use super::{
-    Arguments, OUTPUTS, failover,
+    Arguments, OUTPUTS, failover_trace,
     guest::{FILE, FILE_END},
 };
 use crate::{
@@ -37,8 +37,8 @@ pub fn run(arguments: &Arguments, artifacts: &Artifacts) -> Result<ExitCode> {
         .clone()
         .unwrap_or_else(|| artifacts.target.join("demo-vm"));
     traces(artifacts, Series::V6_1, &out, &mut |line| println!("{line}"))?;
-    let spans = failover::read(&out.join("trace.jsonl"))?;
-    let (lines, problems) = failover::look(&spans);
+    let spans = failover_trace::read(&out.join("trace.jsonl"))?;
+    let (lines, problems) = failover_trace::look(&spans);
     println!();
     lines.iter().for_each(|line| println!("{line}"));
     for name in OUTPUTS {

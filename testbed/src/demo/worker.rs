@@ -1,7 +1,7 @@
 //! One rank of the demo's job: data-parallel training on `libnccl.so.2`.
 //!
-//! It is driven through its pipes. Standard output: `id <hex>` (rank 0), `ready`, text for people, `done`. Standard
-//! input: `id <hex>` (other ranks), `go`, `exit`.
+//! Its job drives it through its pipes. Standard output: `id <hex>` (rank 0), `ready`, text for people, `done`. Standard input: `id <hex>`
+//! (other ranks), `go`, `exit`.
 
 use std::{
     ffi::c_void,
@@ -17,11 +17,11 @@ use fs_err as fs;
 
 use super::{
     counters::Counters,
-    link,
     model::{self, LAYERS, Samples, Weights},
     truth::{Collective, Configuration, Message, Truth},
 };
 use crate::{
+    machine::set_link,
     nccl::{Buffer, Communicator, DeviceKind, Nccl, Reduce},
     random::{Random, fnv1a},
     ranks::{read_line, say, unique_id},
@@ -281,7 +281,7 @@ impl<'a> Rank<'a> {
             await_change(large.get(), own);
         }
         let taken = if self.rank == 0 {
-            link::set(link, false)
+            set_link(link, false)
         } else {
             Ok(())
         };

@@ -1,4 +1,4 @@
-//! Operations with their memory, called or captured.
+//! Operations with their memory, called or captured and replayed.
 
 use anyhow::Result;
 

@@ -1,6 +1,6 @@
-//! A debugger as far as the watchdog can tell: a process that holds another one with all its threads, until it is to let go.
+//! A debugger, as far as the watchdog can tell: a process that stops another one with all its threads by `ptrace`.
 //!
-//! Standard input: the process. Standard output: `held` when it is. When standard input ends, the process goes on.
+//! Standard input: the process id. Standard output: `held` once the process stands. When standard input ends, the process goes on.
 
 use std::{collections::BTreeMap, io, path::Path, process::Command, ptr::null_mut, time::Duration};
 

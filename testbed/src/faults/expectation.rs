@@ -1,4 +1,4 @@
-//! What is promised of a fault: `docs/src/watchdog.md` has the table.
+//! What is promised of each fault. `docs/src/watchdog.md` has the table for people.
 
 use std::time::Duration;
 

@@ -14,8 +14,8 @@ use super::{
     cases::{ARRIVAL, Fault, RankKind, Round, Source, THRESHOLD},
     debugger::Debugger,
     expectation::{By, Expectation},
+    journal::{self, Journal, What},
     observed::{LogParser, Observed, Verdict},
-    truth::{self, Journal, What},
 };
 use crate::{
     nccl::DeviceKind,
@@ -196,7 +196,7 @@ pub(super) fn run(round: &Round, kind: RankKind, folder: &Path, setup: &Setup) -
     } = listening;
     Ok(Observed {
         verdicts,
-        truth: truth::read(&account)?,
+        truth: journal::read(&account)?,
         ended_ns: ended_ns.unwrap_or(u64::MAX),
         text,
         stalled,

@@ -1,4 +1,4 @@
-//! Stops kernels of the host device half-way, which are threads of this process.
+//! Kernels of the host device that stop half-way. They are threads of this process.
 
 use std::{
     ffi::c_int,

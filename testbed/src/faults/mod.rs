@@ -1,6 +1,24 @@
-//! `cargo xtask faults`: faults of many kinds, and whether the watchdog says of each what `docs/src/watchdog.md` promises.
+//! Fault injection, and whether the watchdog says of each fault what `docs/src/watchdog.md` promises (`cargo xtask faults`).
 //!
-//! The ranks know what was done to them and write it to a file; the watchdog knows what it sees. Here both are compared.
+//! A *case* is a cell of a matrix: a fault, how ranks run, how operations are launched, and the watchdog's source. A *round* is one run of a
+//! case with drawn details. The ranks write what happened to them into a file, the journal; the watchdog writes verdicts to the log.
+//! A round passes through these files, in this order:
+//!
+//! | file | owns |
+//! |---|---|
+//! | `cases` | the faults, the matrix, and what is drawn for a round |
+//! | `expectation` | what is promised of a fault: verdicts, failures, and their times |
+//! | `journal` | what ranks write down |
+//! | `observed` | what came of a round: verdicts read from logs, and the journal |
+//! | `premise` | whether the round happened as drawn; if not, it is left out and run again |
+//! | `score`, `tally` | one round judged; many rounds summed up, and the report |
+//! | `call`, `kernels`, `debugger` | operations with memory; a stopped kernel; a process that holds another |
+//! | `stages`, `worker` | the ranks of one process, and what each does |
+//! | `job` | the processes of a round, and listening to them |
+//! | `soak` | minutes without a fault, in which no verdict may be false |
+//!
+//! Rounds run on `--jobs` threads, which share a list of what is left. A thread of each worker process only sleeps and notes when the
+//! machine did not run it; `premise` reads these notes.
 
 use std::{
     collections::BTreeMap,
@@ -20,6 +38,7 @@ mod cases;
 pub mod debugger;
 mod expectation;
 mod job;
+mod journal;
 mod kernels;
 mod observed;
 mod premise;
@@ -27,7 +46,6 @@ mod score;
 mod soak;
 mod stages;
 mod tally;
-mod truth;
 pub mod worker;
 
 use crate::{nccl::DeviceKind, process, random::fresh_seed, workspace};

@@ -1,10 +1,10 @@
-//! What came of a round: the verdicts that the ranks gave, read from their logs, and what was true meanwhile.
+//! What came of a round: the verdicts of the ranks, read from their logs, and the journal.
 
 use std::time::Duration;
 
 use serde::Serialize;
 
-use super::truth::{Event, What};
+use super::journal::{Event, What};
 
 /// A verdict that a rank gave.
 #[derive(Clone, Debug, Serialize)]

@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     cases::{Fault, Mode, PROMISED, Round, STALLED, Source, THRESHOLD},
+    journal::What,
     observed::{Observed, Verdict},
-    truth::What,
 };
 
 /// Why a round is left out.

@@ -1,4 +1,4 @@
-//! What the watchdog said, held against what was true.
+//! One round judged: the watchdog's verdicts against the promises and the journal.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 use super::{
     cases::{Fault, PROMISED, Round, THRESHOLD},
     expectation::{LASTS, NOT_BEFORE},
+    journal::What,
     observed::{Observed, Verdict},
     premise::{self, Reason},
-    truth::What,
 };
 
 /// The outcome of a round.

@@ -1,4 +1,4 @@
-//! The ranks of one process, each a thread: how they start, and how they hear from the job how far the round is.
+//! The ranks of one process, each a thread: how they start, and how the job tells them how far the round is.
 
 use std::{
     path::Path,

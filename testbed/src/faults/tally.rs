@@ -1,4 +1,4 @@
-//! What the scores of many rounds amount to.
+//! The scores of many rounds, summed up; the report that is the last line.
 
 use std::{collections::BTreeMap, time::Duration};
 

@@ -1,11 +1,19 @@
-//! The ranks of a round that one process runs, each a thread.
+//! What each rank of a round does.
 //!
-//! Standard output: `id <hex>` (rank 0), `fault` when it begins, or `hold` if that is up to a debugger, `launched` for each rank that has
-//! called the operation, `failed` for each whose communicator has failed, `completed` for each whose operations are done. Standard input:
-//! `id <hex>` (processes without rank 0), `turn` when the rank that comes last may come, `end` when everything has been said that was to
-//! be, `exit` when all ranks have completed.
+//! Standard output:
+//! - `id <hex>`: rank 0's unique id;
+//! - `fault`: the fault begins; `hold`: a debugger is to begin it;
+//! - `launched`: a rank has called the operation;
+//! - `failed`: a rank's communicator has failed;
+//! - `completed`: a rank's operations are done.
+//!
+//! Standard input:
+//! - `id <hex>`: the unique id, for processes without rank 0;
+//! - `turn`: the rank that comes last may come;
+//! - `end`: all that was to be said has been said;
+//! - `exit`: all ranks have completed.
 
-mod differs;
+mod mismatch;
 
 use std::{
     ffi::c_void,
@@ -22,9 +30,9 @@ use fs_err as fs;
 use super::{
     call::{Call, Launched},
     cases::{Action, Fault, Operation, PROMISED, Round, SUCCESS, SYSTEM_ERROR},
+    journal::{Journal, What},
     kernels, soak,
     stages::{Stage, Stages, run_members},
-    truth::{Journal, What},
 };
 use crate::{
     nccl::{Communicator, DeviceKind},
@@ -150,7 +158,7 @@ impl Member<'_> {
 
     fn run(&self, communicator: Communicator<'_>) -> Result<()> {
         match self.round.fault {
-            Fault::Count | Fault::Order | Fault::Crossed => self.differs(communicator),
+            Fault::Count | Fault::Order | Fault::Crossed => self.mismatch(communicator),
             Fault::TwoGraphs => self.two_graphs(communicator),
             _ => self.waits(communicator),
         }?;

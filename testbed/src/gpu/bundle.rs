@@ -1,4 +1,4 @@
-//! What a GPU bundle holds: one folder that needs neither compiler nor network.
+//! The content of a GPU bundle.
 
 use std::{path::Path, process::Command};
 

@@ -1,4 +1,6 @@
-//! What runs on GPUs: the content of a bundle ([`bundle`]), and its runner ([`mod@run`]), which goes into it as a program of its own.
+//! Tests and measurements on GPUs: the content of a bundle ([`bundle`]), and its runner ([`mod@run`]).
+//!
+//! A bundle is a folder that needs neither compiler nor network. `gpu-run` in it is the runner.
 
 use std::{os::unix::fs::PermissionsExt as _, path::Path, process::Command};
 

@@ -1,7 +1,7 @@
 //! nccl-tests, built from a source tree so that one binary runs with NCCL or with this library.
 //!
-//! It is compiled against NVIDIA's header and linked with this library, which shows that the library has every function
-//! that it calls. At run time `LD_LIBRARY_PATH` says which library it is.
+//! The build uses NVIDIA's header and links this library, which shows that the library has every function that nccl-tests calls.
+//! `LD_LIBRARY_PATH` chooses the library at run time.
 
 use std::{
     os::unix::fs::symlink,

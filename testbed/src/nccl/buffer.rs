@@ -1,4 +1,4 @@
-//! Memory of operations.
+//! Memory that operations work on.
 
 use std::{fmt, ops::Range, sync::Arc};
 

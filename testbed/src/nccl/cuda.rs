@@ -1,4 +1,4 @@
-//! GPUs, by NVIDIA's driver, loaded at run time.
+//! CUDA as a device: NVIDIA's driver, loaded at run time.
 #![expect(non_snake_case, reason = "fields are named as in the C ABI")]
 
 use std::{
@@ -48,7 +48,7 @@ const THREAD_LOCAL: c_int = 1;
 /// `CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP`: for kernels of all GPUs.
 const PORTABLE_AND_MAPPED: c_uint = 1 | 2;
 
-pub(super) struct Driver {
+pub(super) struct CudaDevice {
     functions: Functions,
     /// Primary contexts, by device. Kept until the process ends: others use them, too.
     contexts: Mutex<Vec<Option<Context>>>,
@@ -69,7 +69,7 @@ macro_rules! call {
     };
 }
 
-impl Driver {
+impl CudaDevice {
     pub(super) fn load() -> Result<Self> {
         // SAFETY: NVIDIA's driver; its initialisers touch no device.
         let library = unsafe { Library::new("libcuda.so.1") }.context("there is no driver for GPUs")?;
@@ -125,7 +125,7 @@ impl Driver {
     }
 }
 
-impl Device for Driver {
+impl Device for CudaDevice {
     fn choose(&self, number: u32) -> Result<()> {
         let context = self.context(number)?;
         // SAFETY: a live context.

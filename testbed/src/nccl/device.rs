@@ -1,4 +1,4 @@
-//! What a program needs of a device beside the library: streams, graphs, memory.
+//! The trait of a device: streams, graphs, memory.
 
 use std::ffi::c_void;
 

@@ -1,4 +1,4 @@
-//! What a program needs when something goes wrong: the asynchronous error, progress without waiting, abort.
+//! Calls for jobs in which something goes wrong: the asynchronous error, a simulated time-out, abort.
 
 use anyhow::Result;
 

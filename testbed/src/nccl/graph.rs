@@ -1,4 +1,4 @@
-//! Graphs of operations.
+//! Captured graphs of operations.
 
 use anyhow::Result;
 

@@ -1,4 +1,4 @@
-//! The library's host device, by `ringsight.h`.
+//! The library's host device, through `ringsight.h`.
 #![expect(non_snake_case, reason = "fields are named as in the C ABI")]
 
 use std::{
@@ -32,7 +32,7 @@ functions! {
     ringsightLaunchHostFunc: fn(Stream, HostFunction, *mut c_void);
 }
 
-pub(super) struct Host {
+pub(super) struct HostDevice {
     functions: Functions,
     last_error: LastError,
     // Dropped after the functions that point into it.
@@ -42,7 +42,7 @@ pub(super) struct Host {
 /// What memory has to be aligned to: a cache line.
 const ALIGNMENT: usize = 64;
 
-impl Host {
+impl HostDevice {
     /// # Safety
     /// `file` is our implementation of NCCL's ABI.
     pub(super) unsafe fn resolve(file: &Path) -> Result<Self> {
@@ -81,7 +81,7 @@ macro_rules! call {
     };
 }
 
-impl Device for Host {
+impl Device for HostDevice {
     fn choose(&self, number: u32) -> Result<()> {
         // SAFETY: no pointers.
         unsafe { call!(self.ringsightSetDevice(number as c_int)) }

@@ -1,6 +1,9 @@
-//! The library as a training framework sees it: `libnccl.so.2` opened at run time, its C ABI and nothing else.
+//! The library as a training framework sees it: `libnccl.so.2`, loaded at run time and called through its C ABI.
 //!
-//! Streams, graphs and memory are of a device: the host device's, by `ringsight.h`, or CUDA's.
+//! [`Nccl`] is the loaded library, [`Communicator`] a communicator with a stream of its own, [`Buffer`] memory that operations work on.
+//! Streams, graphs and memory belong to a device: the library's host device (`ringsight.h`) or CUDA's driver.
+//!
+//! Calls only enqueue. A buffer may be read or dropped once [`Communicator::synchronise`] has returned.
 #![expect(non_snake_case, reason = "fields are named as in the C ABI")]
 
 use std::{
@@ -145,8 +148,8 @@ impl Nccl {
             unsafe { (Functions::resolve(&library)?, LastError::resolve(&library)?) };
         let device: Arc<dyn Device> = match kind {
             // SAFETY: as above; the loader gives the same library again.
-            DeviceKind::Host => Arc::new(unsafe { host::Host::resolve(file) }?),
-            DeviceKind::Cuda => Arc::new(cuda::Driver::load()?),
+            DeviceKind::Host => Arc::new(unsafe { host::HostDevice::resolve(file) }?),
+            DeviceKind::Cuda => Arc::new(cuda::CudaDevice::load()?),
         };
         Ok(Self {
             functions,

@@ -1,4 +1,4 @@
-//! What a guest's console says: the kernel's words and those of the first process (`vm/init`), which tells how the guest ended.
+//! A guest's console: what the kernel and the first process (`vm/init`) wrote, and the exit that the first process reports.
 
 use std::path::Path;
 

@@ -1,5 +1,5 @@
-//! Archives that the kernel unpacks as its first file system: `cpio` in the "newc" format (Documentation/driver-api/
-//! early-userspace/buffer-format.rst). Several of them one after another are one file system; later entries replace.
+//! Archives that the kernel unpacks as its first file system: `cpio`, format "newc" (Documentation/driver-api/early-userspace/
+//! buffer-format.rst). Archives that follow one another make one file system; later entries replace earlier ones.
 
 use std::{
     collections::BTreeMap,

@@ -1,9 +1,11 @@
-//! `cargo xtask vm failover`: ports that go down at every work-request boundary of a transfer, in a guest with two soft-RoCE links.
+//! Ports that go down at every work-request boundary of a transfer, in a guest (`cargo xtask vm failover`).
 //!
-//! What runs in the guest is `verbs/tests/failover`: two processes, each with a port on either link. A case names what the ranks do,
-//! what fails, at which end, and after which of 128 work requests, before that one is through: two for each of 64 steps. It counts only if a work request was
-//! outstanding then and the switches happened that must; what did not come to that is run again, and so is a case whose guest died or
-//! said nothing more, which stays a finding. Times are those of an emulated machine.
+//! The program in the guest is `verbs/tests/failover`: two processes, each with a port on either of two links. A case names the work, the
+//! failure, the end at which it happens, and the boundary: after which of 128 work requests (two for each of 64 steps) it happens.
+//!
+//! A case counts if a work request was outstanding at that moment and the expected switches happened. A case that does not count is run
+//! again, with more requests posted at once. A case whose guest died or fell silent is run again too, and stays a finding. All times are
+//! those of an emulated machine.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},

@@ -1,4 +1,4 @@
-//! One guest: what it is given, its boot, its output and its end.
+//! One guest: its files, its boot, its output and its end.
 
 use std::{
     fs::File,
@@ -11,15 +11,14 @@ use std::{
 use anyhow::{Context, Result, bail};
 
 use super::{
-    Ended,
-    beats::Frozen,
-    console,
+    Ended, console,
     cpio::Archive,
-    drive::{BEATS, CONSOLE, Drive, End, INITIAL, MONITOR, Scratch},
+    heartbeat::Frozen,
     image::Image,
     kernel::Series,
     packages,
-    stale::StaleCode,
+    stale_code::StaleCode,
+    supervisor::{BEATS, CONSOLE, End, INITIAL, MONITOR, Scratch, Supervisor},
 };
 use crate::{
     process,
@@ -125,8 +124,8 @@ impl Guest {
         self.add(&test.file)
     }
 
-    /// Runs the guest and collects the program's output. Where the emulator broke the guest's kernel (`StaleCode` in `stale.rs`), or a processor
-    /// ran nothing any more (`Frozen` in `beats.rs`), that is told, with what the program said until then, and the guest is run again, up to three
+    /// Runs the guest and collects the program's output. Where the emulator broke the guest's kernel (`StaleCode` in `stale_code.rs`), or a processor
+    /// ran nothing any more (`Frozen` in `heartbeat.rs`), that is told, with what the program said until then, and the guest is run again, up to three
     /// times in all.
     ///
     /// # Errors
@@ -161,7 +160,7 @@ impl Guest {
         let scratch = Scratch::new()?;
         self.write_files(&image, &scratch.file(INITIAL))?;
         let packed = begin.elapsed();
-        let drive = Drive {
+        let drive = Supervisor {
             scratch: &scratch,
             limit: self.limit,
             quiet: self.quiet,
@@ -283,7 +282,7 @@ impl Guest {
 
     fn qemu(&self, image: &Image, scratch: &Scratch) -> Result<Command> {
         // A processor that runs nothing else for a minute (twice the threshold) never will: a kernel that is stuck ends the guest, and says
-        // where, instead of using up the limit. One that takes no interrupts does not notice: see `beats.rs`.
+        // where, instead of using up the limit. One that takes no interrupts does not notice: see `heartbeat.rs`.
         let mut arguments =
             "console=ttyS0 quiet loglevel=4 panic=-1 oops=panic softlockup_panic=1 watchdog_thresh=30 \
                              tsc=reliable no_timer_check mitigations=off random.trust_cpu=on guest.out=ttyS1 guest.beats=ttyS2"

@@ -1,4 +1,4 @@
-//! What guests are made of, in the cache: tools, a kernel, and the part of the first file system that is the same for all.
+//! What guests are made of, in the cache: tools, a kernel, and the part of the first file system that all guests share.
 
 use std::{
     io::BufWriter,

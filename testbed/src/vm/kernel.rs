@@ -1,4 +1,4 @@
-//! Debian's kernels: which one, its image in the form that starts quickest, and the modules that a guest has use for.
+//! Debian's kernels: the newest of a series, its image as an ELF file (which starts quickest), and modules for guests.
 
 use std::{
     collections::BTreeSet,

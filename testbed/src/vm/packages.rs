@@ -1,4 +1,4 @@
-//! Debian's packages, unpacked into the cache instead of installed: no rights are needed and the host stays as it is.
+//! Debian's packages, unpacked into the cache instead of installed: this needs no rights and leaves the system as it is.
 
 use std::{
     collections::BTreeSet,

@@ -1,4 +1,4 @@
-//! Programs that some tests look with: a trace backend and a browser.
+//! Jaeger and Chromium, which some tests look at traces with.
 
 use std::{
     io::{BufRead, BufReader},

@@ -1,5 +1,4 @@
-//! Jaeger's web pages. Its Go module comes without them, and no package registry has them: they are built from their own
-//! repository, jaeger-ui, where a user has cloned that.
+//! Jaeger's web pages. Its Go module comes without them, and no package registry has them. They are built from a clone of jaeger-ui.
 
 use std::{
     path::{Path, PathBuf},

@@ -202,7 +202,8 @@ fn run_demo(series: Series) -> Result<(String, Option<String>)> {
     let mut said = String::new();
     let problems = demo::vm::traces(&artifacts, series, &out, &mut |line| said += &format!("{line}\n"))
         .and_then(|()| {
-            let (lines, problems) = demo::failover::look(&demo::failover::read(&out.join("trace.jsonl"))?);
+            let (lines, problems) =
+                demo::failover_trace::look(&demo::failover_trace::read(&out.join("trace.jsonl"))?);
             said += &lines.join("\n");
             Ok(problems)
         })

@@ -1,4 +1,4 @@
-//! What was said in a soak, held against what was true, whether it was meant or came of a busy machine.
+//! The verdicts of a soak against the journal. A verdict is true if its rank was late, on purpose or by a busy machine.
 
 use std::time::Duration;
 
@@ -8,8 +8,8 @@ use super::{
 };
 use crate::faults::{
     cases::{PROMISED, Source, THRESHOLD},
+    journal::{Event, Moment, What},
     observed::Verdict,
-    truth::{Event, Moment, What},
 };
 
 /// For so long an answer may be on its way: a verdict was true at some time since then. On a busy machine longer, by as much as each

@@ -1,9 +1,9 @@
-//! `cargo xtask faults --soak`: for minutes ranks are slow and pause, and no verdict may be false.
+//! A soak: for minutes ranks are slow and pause, and no verdict may be false (`cargo xtask faults --soak`).
 //!
-//! Two jobs run beside each other, one whose ranks are processes on two nodes and one whose ranks are threads. Step by step they
-//! call and replay operations of three communicators; for some a rank is late, mostly by less than the threshold, now and then by
-//! much more, on its host or on its stream, all pause as for a checkpoint, or the operation itself takes longer than the threshold.
-//! No fault is injected, and hangs abort: a single one ends the job.
+//! Two jobs run beside each other: the ranks of one are processes on two nodes, those of the other are threads. Step by step they call and
+//! replay operations of three communicators. In a step a rank may be late, mostly by less than the threshold, now and then by much more, on
+//! its host or on its stream. All ranks may pause as for a checkpoint. The operation itself may take longer than the threshold. No fault is
+//! injected, and hangs abort: a single one ends the job.
 
 use std::{
     sync::mpsc::RecvTimeoutError,
@@ -24,8 +24,8 @@ pub(super) use rank::Member;
 use super::{
     cases::{RankKind, Source},
     job::{Job, Setup, Started},
+    journal::{self, What},
     observed::{LogParser, Verdict},
-    truth::{self, What},
 };
 use crate::{
     nccl::DeviceKind,
@@ -146,7 +146,7 @@ fn soak(setup: &Setup, time: Duration, (kind, source): (RankKind, Source), seed:
         let last = lines.len().saturating_sub(LAST_LINES);
         println!("{kind:?}: {wrong}:\n{}", lines[last..].join("\n"));
     }
-    let truth = truth::read(&account)?;
+    let truth = journal::read(&account)?;
     let last = truth.iter().filter_map(|event| match event.what {
         What::Soaked { operation, .. } => Some(operation),
         _ => None,

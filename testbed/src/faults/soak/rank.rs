@@ -1,4 +1,4 @@
-//! A rank of a soak.
+//! What a rank of a soak does.
 
 use std::{
     ffi::c_void,
@@ -11,12 +11,12 @@ use anyhow::{Result, bail};
 use super::steps::{Group, Late, RANKS, Slot, Step, World};
 use crate::{
     faults::{
-        call::Call,
+        call::{Call, Launched},
         cases::{Mode, Operation, THRESHOLD},
+        journal::{Journal, Moment, What},
         stages::{Stage, Stages},
-        truth::{Journal, Moment, What},
     },
-    nccl::{Buffer, Communicator, Graph, Nccl, Reduce, UniqueId},
+    nccl::{Buffer, Communicator, Nccl, Reduce, UniqueId},
     random::Random,
     ranks::say,
 };
@@ -48,31 +48,26 @@ unsafe extern "C" fn compute(argument: *mut c_void) {
     let _ = compute.truth.note(compute.rank, arrived);
 }
 
-/// An operation on a communicator, with one that is captured.
+/// An operation on a communicator, called or captured.
 struct Lane<'a> {
     communicator: &'a Communicator<'a>,
     call: Call,
-    graph: Option<Graph>,
+    launched: Launched,
 }
 
 impl<'a> Lane<'a> {
     fn new(communicator: &'a Communicator<'a>, mode: Mode, call: Call) -> Result<Self> {
-        let graph = match mode {
-            Mode::Eager => None,
-            Mode::Graph => Some(communicator.capture(|| call.call(communicator))?),
-        };
+        let launched = Launched::prepare(mode, communicator, || call.call(communicator))?;
         Ok(Self {
             communicator,
             call,
-            graph,
+            launched,
         })
     }
 
     fn launch(&self) -> Result<()> {
-        match &self.graph {
-            Some(graph) => self.communicator.replay(graph),
-            None => self.call.call(self.communicator),
-        }
+        self.launched
+            .launch(self.communicator, || self.call.call(self.communicator))
     }
 
     fn finish(&mut self) -> Result<()> {
@@ -98,69 +93,33 @@ impl<'a> Lanes<'a> {
         beside: &'a Communicator<'a>,
         parts: &'a [(Group, Communicator<'a>)],
     ) -> Result<Self> {
-        let collective = |communicator: &Communicator<'_>, operation, ranks| {
-            Call::new(communicator, operation, ELEMENTS, ranks)
-        };
-        let all = (rank, RANKS);
-        let of_part = |(group, communicator): &'a (Group, Communicator<'a>)| {
+        let of_part = |(group, on): &'a (Group, Communicator<'a>)| {
             let members = group.members();
             let own = members.iter().position(|member| *member == rank).unwrap_or(0);
             let ranks = (own as u32, members.len() as u32);
-            let lane =
-                |mode, operation| Lane::new(communicator, mode, collective(communicator, operation, ranks)?);
-            let slot = if *group == Group::Trio {
-                Slot::Trio
-            } else {
-                Slot::Pair
-            };
-            Ok((
-                slot,
-                [
-                    lane(Mode::Eager, Operation::AllReduce)?,
-                    lane(Mode::Graph, Operation::AllGather)?,
-                ],
-            ))
+            let lane = |mode, operation| Lane::new(on, mode, Call::new(on, operation, ELEMENTS, ranks)?);
+            let lanes = [
+                lane(Mode::Eager, Operation::AllReduce)?,
+                lane(Mode::Graph, Operation::AllGather)?,
+            ];
+            Ok((group.slot(), lanes))
         };
-        let lane = |communicator, mode, call| Lane::new(communicator, mode, call);
+        let all = (rank, RANKS);
+        let lane = |on: &'a Communicator<'a>, mode, operation, elements| {
+            Lane::new(on, mode, Call::new(on, operation, elements, all)?)
+        };
+        let around = Lane::new(world, Mode::Eager, Call::exchange(world, ELEMENTS, all)?)?;
+        let (eager, graph) = (Mode::Eager, Mode::Graph);
+        let (reduce, scatter) = (Operation::AllReduce, Operation::ReduceScatter);
         Ok(Self {
             parts: parts.iter().map(of_part).collect::<Result<_>>()?,
             world: vec![
-                (
-                    World::Eager,
-                    lane(world, Mode::Eager, collective(world, Operation::AllReduce, all)?)?,
-                ),
-                (
-                    World::Graph,
-                    lane(
-                        world,
-                        Mode::Graph,
-                        collective(world, Operation::ReduceScatter, all)?,
-                    )?,
-                ),
-                (
-                    World::Beside,
-                    lane(
-                        beside,
-                        Mode::Graph,
-                        collective(beside, Operation::AllReduce, all)?,
-                    )?,
-                ),
-                (
-                    World::Exchange,
-                    lane(world, Mode::Eager, Call::exchange(world, ELEMENTS, all)?)?,
-                ),
-                (
-                    World::All,
-                    lane(world, Mode::Eager, collective(world, Operation::AllToAll, all)?)?,
-                ),
-                (
-                    World::Long,
-                    lane(
-                        world,
-                        Mode::Eager,
-                        Call::new(world, Operation::AllReduce, LONG.0, all)?,
-                    )?,
-                ),
+                (World::Eager, lane(world, eager, reduce, ELEMENTS)?),
+                (World::Graph, lane(world, graph, scatter, ELEMENTS)?),
+                (World::Beside, lane(beside, graph, reduce, ELEMENTS)?),
+                (World::Exchange, around),
+                (World::All, lane(world, eager, Operation::AllToAll, ELEMENTS)?),
+                (World::Long, lane(world, eager, reduce, LONG.0)?),
             ],
         })
     }
@@ -183,10 +142,7 @@ impl<'a> Lanes<'a> {
     fn forget(self) -> Result<()> {
         let parts = self.parts.into_iter().flat_map(|(_, lanes)| lanes);
         let mut lanes = parts.chain(self.world.into_iter().map(|(_, lane)| lane));
-        lanes.try_for_each(|lane| match lane.graph {
-            Some(graph) => lane.communicator.forget(graph),
-            None => Ok(()),
-        })
+        lanes.try_for_each(|lane| lane.launched.forget(lane.communicator))
     }
 }
 

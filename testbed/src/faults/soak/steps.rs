@@ -1,4 +1,4 @@
-//! What the ranks of a soak do, step by step: every rank draws the same, and so does the judge.
+//! The steps of a soak. Every rank draws the same ones from the seed, and so does the judge.
 
 use std::time::Duration;
 
@@ -24,6 +24,15 @@ impl Group {
             Self::World => &[0, 1, 2, 3],
             Self::Trio => &[0, 2, 3],
             Self::Pair => &[1, 3],
+        }
+    }
+
+    /// The place of its operation in a step.
+    pub(super) fn slot(self) -> Slot {
+        match self {
+            Self::World => Slot::World,
+            Self::Trio => Slot::Trio,
+            Self::Pair => Slot::Pair,
         }
     }
 

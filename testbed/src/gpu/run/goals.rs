@@ -1,10 +1,10 @@
-//! What times are to be, against NCCL's, and the table that says what they are.
+//! Goals for times against NCCL's, and the table that says which are met.
 
 use std::fmt::Write as _;
 
 use serde_json::{Value, json};
 
-use super::rows::Run;
+use super::nccl_tests_output::Run;
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -250,7 +250,7 @@ pub(super) fn engines(measured: &[Measured]) -> (String, Value) {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::rows::parse, *};
+    use super::{super::nccl_tests_output::parse, *};
 
     fn measured(ours: bool, registered: u32, graph: u32, times: &[(u64, f64)]) -> Measured {
         let text: String = times

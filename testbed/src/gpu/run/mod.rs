@@ -1,13 +1,21 @@
-//! What runs on the GPU host: the parts of a bundle, each made of steps with a time limit, and one table of all of them.
+//! The runner of a bundle: parts, each made of steps with a time limit, and one table of all steps.
 //!
-//! A part that cannot run there is skipped by name, with the reason; a step that fails does not keep the others from
-//! running, and who is interrupted says what has been measured. The last line of the output is JSON.
+//! A part that cannot run on this machine is skipped by name, with the reason. A step that fails keeps no other step from running. An
+//! interrupted run reports what it has measured. The last line of the output is JSON.
+//!
+//! | file | owns |
+//! |---|---|
+//! | `gpu_host` | what the machine has: GPUs, PyTorch, NCCL, compute-sanitizer |
+//! | `step` | commands with a limit, their log, and their judgement |
+//! | `report` | the table, and the report for machines |
+//! | `nccl_tests_output`, `goals` | what nccl-tests print; times against NCCL's |
+//! | `parts` | the parts, one file a subject |
 
 mod goals;
-mod host;
+mod gpu_host;
+mod nccl_tests_output;
 mod parts;
 mod report;
-mod rows;
 mod step;
 
 use std::{
@@ -27,7 +35,7 @@ use signal_hook::{
     flag,
 };
 
-use self::{host::Host, parts::PARTS, report::Report, step::Steps};
+use self::{gpu_host::GpuHost, parts::PARTS, report::Report, step::Steps};
 
 /// The longest that a part may take.
 const PART_LIMIT: Duration = Duration::from_secs(480);
@@ -72,7 +80,7 @@ pub fn run(options: &Options) -> Result<bool> {
     let out = options.out.clone().unwrap_or_else(|| bundle.join("out"));
     fs::create_dir_all(&out)?;
     let out = fs::canonicalize(&out)?;
-    let host = Host::look(bundle, options.stock.clone());
+    let host = GpuHost::look(bundle, options.stock.clone());
     // The first signal ends what runs, and the table tells of what has been done; a second one ends this program as if it were not handled.
     let interrupted = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {

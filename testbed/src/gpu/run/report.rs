@@ -1,4 +1,4 @@
-//! One table of all steps, and the same for machines.
+//! The table of all steps, for people and for machines.
 
 use std::{collections::BTreeMap, fmt::Write as _, time::Duration};
 
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 /// How a step ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-enum Result {
+enum Outcome {
     Passed,
     Failed,
     Skipped,
@@ -20,7 +20,7 @@ struct Row {
     part: &'static str,
     /// Empty for the part itself.
     step: String,
-    result: Result,
+    result: Outcome,
     seconds: f64,
     /// One line; of a failure more.
     detail: String,
@@ -36,22 +36,22 @@ pub(super) struct Report {
 
 impl Report {
     pub(super) fn pass(&mut self, part: &'static str, step: &str, took: Duration, detail: &str) {
-        self.add(part, step, Result::Passed, took, detail);
+        self.add(part, step, Outcome::Passed, took, detail);
     }
 
     pub(super) fn fail(&mut self, part: &'static str, step: &str, reason: &str) {
-        self.add(part, step, Result::Failed, Duration::ZERO, reason);
+        self.add(part, step, Outcome::Failed, Duration::ZERO, reason);
     }
 
     pub(super) fn fail_after(&mut self, part: &'static str, step: &str, took: Duration, reason: &str) {
-        self.add(part, step, Result::Failed, took, reason);
+        self.add(part, step, Outcome::Failed, took, reason);
     }
 
     pub(super) fn skip(&mut self, part: &'static str, step: &str, reason: &str) {
-        self.add(part, step, Result::Skipped, Duration::ZERO, reason);
+        self.add(part, step, Outcome::Skipped, Duration::ZERO, reason);
     }
 
-    fn add(&mut self, part: &'static str, step: &str, result: Result, took: Duration, detail: &str) {
+    fn add(&mut self, part: &'static str, step: &str, result: Outcome, took: Duration, detail: &str) {
         let row = Row {
             part,
             step: step.to_owned(),
@@ -75,10 +75,10 @@ impl Report {
 
     /// Whether nothing has failed.
     pub(super) fn ok(&self) -> bool {
-        self.count(Result::Failed) == 0
+        self.count(Outcome::Failed) == 0
     }
 
-    fn count(&self, result: Result) -> usize {
+    fn count(&self, result: Outcome) -> usize {
         self.rows.iter().filter(|row| row.result == result).count()
     }
 
@@ -118,17 +118,17 @@ impl Report {
                 .collect()
         };
         let mut all = self.totals();
-        all["failed_steps"] = json!(of(Result::Failed));
-        all["skipped_steps"] = json!(of(Result::Skipped));
+        all["failed_steps"] = json!(of(Outcome::Failed));
+        all["skipped_steps"] = json!(of(Outcome::Skipped));
         all
     }
 
     fn totals(&self) -> Value {
         json!({
             "ok": self.ok(),
-            "passed": self.count(Result::Passed),
-            "failed": self.count(Result::Failed),
-            "skipped": self.count(Result::Skipped),
+            "passed": self.count(Outcome::Passed),
+            "failed": self.count(Outcome::Failed),
+            "skipped": self.count(Outcome::Skipped),
         })
     }
 }
@@ -136,9 +136,9 @@ impl Report {
 /// A row of the table; the reason of a failure goes on below it.
 fn line(row: &Row) -> String {
     let result = match row.result {
-        Result::Passed => "ok",
-        Result::Failed => "FAILED",
-        Result::Skipped => "skipped",
+        Outcome::Passed => "ok",
+        Outcome::Failed => "FAILED",
+        Outcome::Skipped => "skipped",
     };
     let time = if row.seconds > 0.0 {
         format!("{:.1} s", row.seconds)

@@ -1,4 +1,4 @@
-//! One step of a part: commands with a time limit, what they say in a file, and how it is judged.
+//! A step of a part: commands with a time limit, a log file, and a judgement of what they printed.
 
 use std::{
     fmt::Write as _,
@@ -13,11 +13,11 @@ use std::{
 use anyhow::{Context, Result};
 use fs_err::{self as fs, File};
 
-use super::{host::Host, report::Report};
+use super::{gpu_host::GpuHost, report::Report};
 use crate::process;
 
 /// What a step says about itself: a detail if it has passed, the reason if not.
-pub(super) type Verdict = std::result::Result<String, String>;
+pub(super) type StepResult = std::result::Result<String, String>;
 
 /// The most that one rank may outlive another that has failed.
 const GRACE: Duration = Duration::from_secs(5);
@@ -25,7 +25,7 @@ const GRACE: Duration = Duration::from_secs(5);
 /// The steps of one part.
 pub(super) struct Steps<'a> {
     part: &'static str,
-    pub(super) host: &'a Host,
+    pub(super) host: &'a GpuHost,
     out: &'a Path,
     deadline: Instant,
     /// A signal has come: nothing more is to be run.
@@ -36,7 +36,7 @@ pub(super) struct Steps<'a> {
 impl<'a> Steps<'a> {
     pub(super) fn new(
         part: &'static str,
-        host: &'a Host,
+        host: &'a GpuHost,
         out: &'a Path,
         deadline: Instant,
         interrupted: &'a AtomicBool,
@@ -62,15 +62,15 @@ impl<'a> Steps<'a> {
         self.deadline.saturating_duration_since(Instant::now())
     }
 
-    /// Runs a command for at most `limit` and enters how it went; what it said, if it has passed.
+    /// Runs a command for at most so many seconds and enters how it went; what it said, if it has passed.
     pub(super) fn run(
         &mut self,
         name: &str,
-        limit: Duration,
+        seconds: u64,
         command: Command,
-        judge: impl FnOnce(&str) -> Verdict,
+        judge: impl FnOnce(&str) -> StepResult,
     ) -> Option<String> {
-        self.run_all(name, limit, vec![command], judge)
+        self.run_all(name, seconds, vec![command], judge)
     }
 
     /// The same for several commands that run at the same time, such as the ranks of a job. They end together: where one
@@ -78,9 +78,9 @@ impl<'a> Steps<'a> {
     pub(super) fn run_all(
         &mut self,
         name: &str,
-        limit: Duration,
+        seconds: u64,
         commands: Vec<Command>,
-        judge: impl FnOnce(&str) -> Verdict,
+        judge: impl FnOnce(&str) -> StepResult,
     ) -> Option<String> {
         let begun = Instant::now();
         let left = self.left();
@@ -95,7 +95,7 @@ impl<'a> Steps<'a> {
             return None;
         }
         let log = self.file(&format!("{name}.log"));
-        let verdict = self.finish(&log, limit.min(left), commands, judge);
+        let verdict = self.finish(&log, left.min(Duration::from_secs(seconds)), commands, judge);
         let took = begun.elapsed();
         match verdict {
             Ok((said, detail)) => {
@@ -114,7 +114,7 @@ impl<'a> Steps<'a> {
         log: &Path,
         limit: Duration,
         commands: Vec<Command>,
-        judge: impl FnOnce(&str) -> Verdict,
+        judge: impl FnOnce(&str) -> StepResult,
     ) -> std::result::Result<(String, String), String> {
         let ended = together(log, limit, self.interrupted, commands).map_err(|error| format!("{error:#}"))?;
         let said = fs::read(log).map_err(|error| format!("reading {}: {error}", log.display()))?;
@@ -132,12 +132,12 @@ impl<'a> Steps<'a> {
     }
 
     /// Enters a step that needed no command.
-    pub(super) fn enter(&mut self, name: &str, verdict: Verdict) {
+    pub(super) fn enter(&mut self, name: &str, verdict: StepResult) {
         self.enter_after(name, Duration::ZERO, verdict);
     }
 
     /// Enters a step whose commands were run elsewhere.
-    pub(super) fn enter_after(&mut self, name: &str, took: Duration, verdict: Verdict) {
+    pub(super) fn enter_after(&mut self, name: &str, took: Duration, verdict: StepResult) {
         match verdict {
             Ok(detail) => self.report.pass(self.part, name, took, &detail),
             Err(reason) => self.report.fail_after(self.part, name, took, &reason),
@@ -171,7 +171,7 @@ impl<'a> Steps<'a> {
 
 /// The judgement of programs that say themselves how it went, in lines that begin with "ok" or hold "FAILED"; the last that
 /// says ok is the detail. Others, of libraries, may come after it.
-pub(super) fn says_ok(said: &str) -> Verdict {
+pub(super) fn says_ok(said: &str) -> StepResult {
     if said.lines().any(|line| line.contains("FAILED")) {
         return Err("it says FAILED".to_owned());
     }

@@ -1,4 +1,4 @@
-//! Which cases there are: in the words that the guest's program takes.
+//! The cases, in the words that the guest's program takes.
 
 use crate::random::Random;
 

@@ -1,6 +1,6 @@
-//! What is measured of failover: `cargo xtask vm failover --measure`.
+//! Measurements of failover (`cargo xtask vm failover --measure`).
 //!
-//! A run is a case as any other, which `run=N` tells apart. Times are those of an emulated machine, and are told as what they are.
+//! A run is a case with a number (`run=N`). All times are those of an emulated machine, and the report says so.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! What cases came to, in words and in figures.
+//! Outcomes of cases, in words and in figures.
 
 use std::collections::BTreeMap;
 

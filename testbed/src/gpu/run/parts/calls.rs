@@ -1,12 +1,12 @@
-//! What a call costs the host: an eager all_reduce of 8 bytes by two libraries in turn, in the same processes.
+//! The host's cost of a call: an eager all_reduce of 8 bytes by two libraries, by turns, in the same processes.
 
-use std::{path::Path, time::Duration};
+use std::path::Path;
 
 use anyhow::Result;
 use serde_json::json;
 
 use super::{
-    super::step::{Steps, Verdict},
+    super::step::{StepResult, Steps},
     driver::driver_on,
 };
 use crate::stats::median;
@@ -75,13 +75,13 @@ pub(super) fn by_turns(
             .arg(TURNS.to_string())
             .env("NCCL_NVLS_ENABLE", "0")
             .envs(variables.iter().copied());
-        let said = steps.run(&format!("{name}-{run}"), Duration::from_secs(30), command, judge);
+        let said = steps.run(&format!("{name}-{run}"), 30, command, judge);
         all.extend(said.as_deref().and_then(Turns::read));
     }
     all
 }
 
-fn judge(said: &str) -> Verdict {
+fn judge(said: &str) -> StepResult {
     let turns = Turns::read(said).ok_or("it has printed no times")?;
     Ok(format!(
         "a call {:.2} and {:.2} us, an operation of a graph {:.2} and {:.2} us",

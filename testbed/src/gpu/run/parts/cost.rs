@@ -1,5 +1,7 @@
-//! What it costs to be seen and to watch: an all_reduce of 8 bytes by a library with records minus one by a library without, by turns in the same
-//! processes; and one with the watchdog, by pages and by CUDA events, and with the collector attached, minus one with neither, a process each.
+//! The cost of records, watchdog and collector, for an all_reduce of 8 bytes.
+//!
+//! Records: a library with records minus one without, by turns, in the same processes. Watchdog (by pages and by CUDA events) and attached
+//! collector: a process with minus a process without.
 
 use std::{
     path::Path,
@@ -13,8 +15,8 @@ use serde_json::{Value, json};
 use super::{
     super::step::Steps,
     calls::{self, Turns},
+    collector::{Attach, attached, prepared},
     driver::driver_on,
-    watch::{Attach, attached, prepared},
 };
 use crate::process::{Guarded, log_to, reason};
 

@@ -1,6 +1,6 @@
-//! Parts that drive the library through its C interface (comm/tests/cuda/driver.c).
+//! Parts that drive the library through its C interface (`comm/tests/cuda/driver.c`).
 
-use std::{path::Path, process::Command, time::Duration};
+use std::{path::Path, process::Command};
 
 use anyhow::Result;
 
@@ -25,7 +25,7 @@ fn drive(steps: &mut Steps<'_>, name: &str, seconds: u64, words: &str, variables
     // Streams of ranks that share a GPU wait for each other where they share one of its queues.
     command.env("CUDA_DEVICE_MAX_CONNECTIONS", "32");
     command.envs(variables.iter().copied());
-    steps.run(name, Duration::from_secs(seconds), command, says_ok);
+    steps.run(name, seconds, command, says_ok);
 }
 
 /// What has contributions pushed, however short they are.

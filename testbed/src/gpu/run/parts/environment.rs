@@ -1,10 +1,10 @@
-//! What the machine has.
+//! What the machine has, and whether the library has what PyTorch asks of it.
 
-use std::{collections::BTreeSet, path::Path, process::Command, time::Duration};
+use std::{collections::BTreeSet, path::Path, process::Command};
 
 use anyhow::Result;
 
-use super::super::step::{Steps, Verdict};
+use super::super::step::{StepResult, Steps};
 use crate::process;
 
 /// Functions named `nccl…` in what `nm` prints.
@@ -18,7 +18,7 @@ fn functions(printed: &str) -> BTreeSet<&str> {
 }
 
 /// Whether `library` has all that `user` takes from a library.
-fn has_what_is_wanted(library: &Path, user: &Path) -> Verdict {
+fn has_what_is_wanted(library: &Path, user: &Path) -> StepResult {
     let nm = |which, file: &Path| {
         process::output(Command::new("nm").args(["--dynamic", which]).arg(file))
             .map_err(|error| format!("{error:#}"))
@@ -53,9 +53,7 @@ pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
         None => {
             let mut command = Command::new("nvidia-smi");
             command.args(["topo", "-m"]);
-            steps.run("topology", Duration::from_secs(20), command, |_| {
-                Ok("see its log".to_owned())
-            });
+            steps.run("topology", 20, command, |_| Ok("see its log".to_owned()));
         }
     }
     match host.stock() {

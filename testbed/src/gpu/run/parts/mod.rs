@@ -1,6 +1,7 @@
 //! The parts of a bundle, in the order in which they run.
 
 mod calls;
+mod collector;
 mod cost;
 mod driver;
 mod environment;
@@ -9,12 +10,11 @@ mod sanitizer;
 mod torch;
 mod training;
 mod tune;
-mod watch;
 mod watchdog;
 
 use anyhow::Result;
 
-use super::{host::Host, step::Steps};
+use super::{gpu_host::GpuHost, step::Steps};
 
 /// One part: what it is called, what it does, what it cannot do without, and how it runs.
 #[derive(Debug)]
@@ -22,24 +22,24 @@ pub(super) struct Part {
     pub(super) name: &'static str,
     pub(super) about: &'static str,
     /// Why it cannot run on this machine; `None` if it can.
-    pub(super) lacks: fn(&Host) -> Option<String>,
+    pub(super) lacks: fn(&GpuHost) -> Option<String>,
     /// Runs its steps, each of which enters how it went.
     pub(super) run: fn(&mut Steps<'_>) -> Result<()>,
 }
 
-fn one_gpu(host: &Host) -> Option<String> {
+fn one_gpu(host: &GpuHost) -> Option<String> {
     host.lacks_gpus(1)
 }
 
-fn torch_and_gpu(host: &Host) -> Option<String> {
+fn torch_and_gpu(host: &GpuHost) -> Option<String> {
     one_gpu(host).or_else(|| host.python_with_torch().err())
 }
 
-fn gpus_and_nccl_tests(host: &Host, gpus: usize) -> Option<String> {
+fn gpus_and_nccl_tests(host: &GpuHost, gpus: usize) -> Option<String> {
     host.lacks_gpus(gpus).or_else(|| host.nccl_tests().err())
 }
 
-fn gpus_and_both_libraries(host: &Host, gpus: usize) -> Option<String> {
+fn gpus_and_both_libraries(host: &GpuHost, gpus: usize) -> Option<String> {
     gpus_and_nccl_tests(host, gpus).or_else(|| host.stock().err())
 }
 
@@ -83,8 +83,8 @@ pub(super) const PARTS: &[Part] = &[
     Part {
         name: "watch",
         about: "the collector attached to a job: every operation, each of 1,000 replays of captured ones, none lost",
-        lacks: |host| one_gpu(host).or_else(watch::lacks),
-        run: watch::run,
+        lacks: |host| one_gpu(host).or_else(collector::lacks),
+        run: collector::run,
     },
     Part {
         name: "watchdog",
@@ -109,7 +109,7 @@ pub(super) const PARTS: &[Part] = &[
         about: "the collector attached to a training on all GPUs, by torchrun: every collective, on our library and on NCCL",
         lacks: |host| {
             let lacks = host.lacks_gpus(2).or_else(|| host.python_with_torch().err());
-            lacks.or_else(watch::lacks)
+            lacks.or_else(collector::lacks)
         },
         run: training::run,
     },
@@ -146,7 +146,7 @@ pub(super) const PARTS: &[Part] = &[
     Part {
         name: "cost",
         about: "what records, the watchdog, by either source, and the collector add to a call and to an operation",
-        lacks: |host| host.lacks_gpus(2).or_else(watch::lacks),
+        lacks: |host| host.lacks_gpus(2).or_else(collector::lacks),
         run: cost::run,
     },
     Part {

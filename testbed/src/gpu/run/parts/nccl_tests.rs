@@ -1,13 +1,13 @@
 //! nccl-tests: right results, and times against NCCL's.
 
-use std::{path::Path, process::Command, time::Duration};
+use std::{path::Path, process::Command};
 
 use anyhow::{Result, anyhow};
 
 use super::super::{
     goals::{self, Measured},
-    rows,
-    step::{Steps, Verdict},
+    nccl_tests_output,
+    step::{StepResult, Steps},
 };
 use crate::gpu::nccl_tests::{OPERATIONS, program};
 
@@ -25,8 +25,8 @@ pub(super) fn command(steps: &Steps<'_>, operation: &str, library: &Path, words:
     Ok(command)
 }
 
-pub(super) fn right(said: &str) -> Verdict {
-    rows::parse(said).check()
+pub(super) fn right(said: &str) -> StepResult {
+    nccl_tests_output::parse(said).check()
 }
 
 /// Few repetitions: what counts is that every size is right.
@@ -137,12 +137,7 @@ fn run_all(steps: &mut Steps<'_>, checks: impl Fn(&str) -> Vec<(String, String)>
             if name.ends_with(BY_ENGINES) {
                 command.envs(engines(operation));
             }
-            steps.run(
-                &format!("{operation}-{name}"),
-                Duration::from_secs(60),
-                command,
-                right,
-            );
+            steps.run(&format!("{operation}-{name}"), 60, command, right);
         }
     }
     Ok(())
@@ -219,7 +214,7 @@ fn times(steps: &mut Steps<'_>, gpus: usize) -> Result<()> {
                     let words = format!("-g {gpus} -c 0 -R {registered} -G {graph} {sizes}");
                     let mut command = command(steps, operation, library, &words)?;
                     command.envs(variable);
-                    let said = steps.run(&name, Duration::from_secs(40), command, timed);
+                    let said = steps.run(&name, 40, command, timed);
                     if let Some(said) = said {
                         measured.push(Measured {
                             ours: is_ours,
@@ -227,7 +222,7 @@ fn times(steps: &mut Steps<'_>, gpus: usize) -> Result<()> {
                             registered,
                             graph,
                             engines: by_engines,
-                            run: rows::parse(&said),
+                            run: nccl_tests_output::parse(&said),
                         });
                     }
                 }
@@ -244,8 +239,8 @@ fn times(steps: &mut Steps<'_>, gpus: usize) -> Result<()> {
 }
 
 /// Whether a run without checks has come to its end.
-fn timed(said: &str) -> Verdict {
-    let run = rows::parse(said);
+fn timed(said: &str) -> StepResult {
+    let run = nccl_tests_output::parse(said);
     let last = run.rows.last().ok_or("it has printed no result")?;
     if run.out_of_bounds.is_none() {
         return Err("it has not come to its end".to_owned());

@@ -1,13 +1,13 @@
 //! NVIDIA's compute-sanitizer on the library's kernels.
 
-use std::{path::Path, process::Command, time::Duration};
+use std::{path::Path, process::Command};
 
 use anyhow::{Result, anyhow};
 
 use super::{
     super::{
-        host::Host,
-        step::{Steps, Verdict},
+        gpu_host::GpuHost,
+        step::{StepResult, Steps},
     },
     driver::REDUCED_BY_ENGINES,
 };
@@ -88,7 +88,7 @@ const FOUR: &[Check] = &[
 ];
 
 /// Its last line counts what it has found.
-fn clean(said: &str) -> Verdict {
+fn clean(said: &str) -> StepResult {
     let summaries: Vec<&str> = said
         .lines()
         .filter(|line| line.contains("ERROR SUMMARY") || line.contains("RACECHECK SUMMARY"))
@@ -106,7 +106,7 @@ fn clean(said: &str) -> Verdict {
     Ok(format!("{}; {}", done.trim_start_matches("ok "), last))
 }
 
-fn command(host: &Host, sanitizer: &Path, check: &Check, ranks: usize) -> Command {
+fn command(host: &GpuHost, sanitizer: &Path, check: &Check, ranks: usize) -> Command {
     let mut command = Command::new(sanitizer);
     command
         .args(["--tool", check.tool, "--error-exitcode", "7"])
@@ -129,7 +129,7 @@ fn run(steps: &mut Steps<'_>, ranks: usize, besides: &[Check]) -> Result<()> {
     for check in ALL.iter().chain(besides) {
         let command = command(steps.host, &sanitizer, check, ranks);
         let name = format!("{}-{}", check.tool, check.name);
-        steps.run(&name, Duration::from_secs(115), command, clean);
+        steps.run(&name, 115, command, clean);
     }
     Ok(())
 }
@@ -177,7 +177,7 @@ mod tests {
         let checks = || ALL.iter().chain(FOUR);
         let names: HashSet<_> = checks().map(|check| (check.tool, check.name)).collect();
         assert_eq!(names.len(), checks().count());
-        let host = Host::look("/bundle".into(), None);
+        let host = GpuHost::look("/bundle".into(), None);
         let command = command(&host, Path::new("/sanitizer"), ALL.last().unwrap(), 2);
         let words: Vec<_> = command.get_args().filter_map(|word| word.to_str()).collect();
         assert_eq!(words[..2], ["--tool", "racecheck"]);

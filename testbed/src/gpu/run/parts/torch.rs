@@ -1,6 +1,6 @@
-//! PyTorch's nccl backend on our library, by LD_PRELOAD, and on NCCL.
+//! PyTorch's nccl backend, on this library (`LD_PRELOAD`) and on NCCL.
 
-use std::{net::TcpListener, path::Path, process::Command, time::Duration};
+use std::{net::TcpListener, path::Path, process::Command};
 
 use anyhow::{Context, Result, anyhow};
 
@@ -98,23 +98,13 @@ pub(super) fn train(steps: &mut Steps<'_>) -> Result<()> {
         if !steps.skips_without(&format!("nccl-{count}"), count) {
             let arguments = ["--write", text(&losses)?];
             let commands = ranks(steps, count, Library::Nccl, "train.py", &arguments)?;
-            let done = steps.run_all(
-                &format!("nccl-{count}"),
-                Duration::from_secs(100),
-                commands,
-                says_ok,
-            );
+            let done = steps.run_all(&format!("nccl-{count}"), 100, commands, says_ok);
             if done.is_some() {
                 against = vec!["--against", text(&losses)?];
             }
         }
         let commands = ranks(steps, count, Library::Ours, "train.py", &against)?;
-        steps.run_all(
-            &format!("ours-{count}"),
-            Duration::from_secs(100),
-            commands,
-            says_ok,
-        );
+        steps.run_all(&format!("ours-{count}"), 100, commands, says_ok);
     }
     Ok(())
 }
@@ -123,20 +113,15 @@ pub(super) fn pause(steps: &mut Steps<'_>) -> Result<()> {
     {
         let seconds = "30";
         let commands = ranks(steps, 2, Library::Ours, "train.py", &["--pause", seconds])?;
-        steps.run_all(
-            &format!("{seconds}s"),
-            Duration::from_secs(120),
-            commands,
-            |said| {
-                let hang = said
-                    .lines()
-                    .find(|line| line.contains("KERNEL TIMEOUT DETECTED") || line.contains("(hang)"));
-                match hang {
-                    Some(line) => Err(format!("the watchdog takes the pause for a hang: {line}")),
-                    None => says_ok(said),
-                }
-            },
-        );
+        steps.run_all(&format!("{seconds}s"), 120, commands, |said| {
+            let hang = said
+                .lines()
+                .find(|line| line.contains("KERNEL TIMEOUT DETECTED") || line.contains("(hang)"));
+            match hang {
+                Some(line) => Err(format!("the watchdog takes the pause for a hang: {line}")),
+                None => says_ok(said),
+            }
+        });
     }
     Ok(())
 }
@@ -158,23 +143,13 @@ pub(super) fn symmetric(steps: &mut Steps<'_>) -> Result<()> {
             "symm.py",
             &["--name", "nccl", "--write", text(&nccl)?],
         )?;
-        let done = steps.run_all(
-            &format!("nccl-{count}"),
-            Duration::from_secs(100),
-            commands,
-            says_ok,
-        );
+        let done = steps.run_all(&format!("nccl-{count}"), 100, commands, says_ok);
         let mut arguments = vec!["--name", "ours", "--write", text(&both)?];
         if done.is_some() {
             arguments.extend(["--beside", text(&nccl)?]);
         }
         let commands = ranks(steps, count, Library::Ours, "symm.py", &arguments)?;
-        let said = steps.run_all(
-            &format!("ours-{count}"),
-            Duration::from_secs(100),
-            commands,
-            says_ok,
-        );
+        let said = steps.run_all(&format!("ours-{count}"), 100, commands, says_ok);
         if let Some(said) = said {
             let table: String = said
                 .lines()

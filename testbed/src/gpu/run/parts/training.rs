@@ -1,6 +1,7 @@
-//! The collector attached to a training that runs: DDP and FSDP on all GPUs, started by torchrun, on our library and on NCCL.
+//! The collector attached to a training: DDP and FSDP on all GPUs, started by torchrun, on this library and on NCCL.
 //!
-//! Each rank counts what it calls its process groups for, and says between which two times; as many spans of its process must begin then.
+//! Each rank counts the calls of its process groups, and says between which two times it made them. As many spans of its process must
+//! begin between these times.
 
 use std::{
     collections::BTreeMap,
@@ -15,9 +16,9 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::{
-    super::step::{Steps, Verdict, says_ok, with_last_words},
+    super::step::{StepResult, Steps, says_ok, with_last_words},
+    collector::{self, Attach, SPANS, number, prepared, seen},
     torch::{self, Library},
-    watch::{self, Attach, SPANS, number, prepared, seen},
 };
 
 /// What FSDP and DDP need: who calls for less has not done what is to be observed.
@@ -108,7 +109,7 @@ fn read(file: &Path, ranks: &[Rank], library: Library) -> Result<All> {
 }
 
 /// Whether each rank's collectives are all there, timed as they can be on this library, and nothing else.
-fn compare(ranks: &[Rank], all: &All, library: Library) -> Verdict {
+fn compare(ranks: &[Rank], all: &All, library: Library) -> StepResult {
     let mut wrong = Vec::new();
     let mut calls = 0;
     for rank in ranks {
@@ -158,7 +159,7 @@ fn compare(ranks: &[Rank], all: &All, library: Library) -> Verdict {
 }
 
 /// What is lost need not be of these ranks' time; it is told of all the same.
-fn nothing_lost(summary: &Value) -> Verdict {
+fn nothing_lost(summary: &Value) -> StepResult {
     let (lost, overwritten) = (
         number(&summary["lost"])?,
         number(&summary["device_events_overwritten"])?,
@@ -181,7 +182,7 @@ fn ranks(folder: &Path, count: usize) -> Result<Vec<Rank>> {
 }
 
 /// Trains with the collector attached, and compares what both say.
-fn observe(steps: &Steps<'_>, folder: &Path, count: usize, library: Library, losses: &[&str]) -> Verdict {
+fn observe(steps: &Steps<'_>, folder: &Path, count: usize, library: Library, losses: &[&str]) -> StepResult {
     let mut arguments = vec!["--observed"];
     let text = |error: anyhow::Error| format!("{error:#}");
     arguments.push(torch::text(folder).map_err(text)?);
@@ -189,7 +190,7 @@ fn observe(steps: &Steps<'_>, folder: &Path, count: usize, library: Library, los
     let command = torch::torchrun(steps, count, library, "train.py", &arguments).map_err(text)?;
     let ended = seen(steps, folder, vec![command], Attach::Named, &[]);
     let said = fs::read_to_string(folder.join("job-0.log")).unwrap_or_default();
-    let lost = watch::judged(ended, nothing_lost).map_err(|reason| with_last_words(&reason, &said))?;
+    let lost = collector::judged(ended, nothing_lost).map_err(|reason| with_last_words(&reason, &said))?;
     says_ok(&said).map_err(|reason| with_last_words(&reason, &said))?;
     let ranks = ranks(folder, count).map_err(text)?;
     let all = read(&folder.join(SPANS), &ranks, library).map_err(text)?;
@@ -266,7 +267,7 @@ mod tests {
         ]
     }
 
-    fn verdict(lines: &[Value], library: Library) -> Verdict {
+    fn verdict(lines: &[Value], library: Library) -> StepResult {
         let ranks = [rank(1)];
         let mut all = All::new();
         for line in lines {

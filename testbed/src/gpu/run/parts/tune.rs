@@ -1,6 +1,6 @@
-//! What the library's table of algorithms rests on: each operation in each way that there is, over sizes, and what the table takes.
+//! The basis of the library's table of algorithms: times of each operation by each algorithm over sizes, beside what the table takes.
 
-use std::{collections::BTreeMap, fmt::Write as _, time::Duration};
+use std::{collections::BTreeMap, fmt::Write as _};
 
 use anyhow::Result;
 use fs_err as fs;
@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::{
     super::{
         goals,
-        step::{Steps, Verdict},
+        step::{StepResult, Steps},
     },
     driver::driver,
 };
@@ -177,7 +177,7 @@ fn table(all: &[Timed], ranks: usize, data_type: &str) -> String {
     text
 }
 
-fn judge(said: &str) -> Verdict {
+fn judge(said: &str) -> StepResult {
     if said.lines().any(|line| line.contains("FAILED")) {
         return Err("it says FAILED".to_owned());
     }
@@ -236,7 +236,7 @@ fn measure(steps: &mut Steps<'_>, series: Vec<Series>) -> Result<()> {
                     data_type,
                     way: way.name,
                 };
-                let said = steps.run(&name, Duration::from_secs(30), command, judge);
+                let said = steps.run(&name, 30, command, judge);
                 all.extend(said.iter().flat_map(|said| parse(said, &setting)));
             }
         }

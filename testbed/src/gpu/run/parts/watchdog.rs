@@ -1,16 +1,13 @@
-//! The watchdog: ranks that are slow and pause, faults of all kinds, a long operation that is left alone, a kernel that never ends and is aborted.
+//! The watchdog on GPUs: a soak, faults of every case, a long operation that it leaves alone, and a kernel that never ends.
 
-use std::{
-    process::Command,
-    time::{Duration, Instant},
-};
+use std::{process::Command, time::Instant};
 
 use anyhow::Result;
 use fs_err as fs;
 use serde_json::Value;
 
 use super::{
-    super::step::{Steps, Verdict},
+    super::step::{StepResult, Steps},
     nccl_tests,
 };
 use crate::process;
@@ -23,10 +20,10 @@ const SOAKED: &str = "0.3";
 /// `NCCL_KERNEL_TIMEOUT_MS` of the simulated time-out, and how long the program may go on after it: it starts, has its time-out,
 /// is aborted, and frees its memory.
 const TIMEOUT_MS: u32 = 1000;
-const ENDS_WITHIN: Duration = Duration::from_secs(30);
+const ENDS_WITHIN: u64 = 30;
 
 /// The summary that `faults` prints last, in words.
-fn summary(said: &str, words: impl FnOnce(&Value) -> String) -> Verdict {
+fn summary(said: &str, words: impl FnOnce(&Value) -> String) -> StepResult {
     let last = said.lines().rev().find(|line| line.starts_with('{'));
     let report: Value = last
         .and_then(|line| serde_json::from_str(line).ok())
@@ -66,7 +63,7 @@ fn soaked(report: &Value) -> String {
 }
 
 /// Whether the watchdog has said nothing, and the results are right.
-fn left_alone(said: &str) -> Verdict {
+fn left_alone(said: &str) -> StepResult {
     match said.lines().find(|line| line.contains("Verdict: ")) {
         Some(line) => Err(format!("a verdict where nothing was wrong: {line}")),
         None => nccl_tests::right(said),
@@ -74,7 +71,7 @@ fn left_alone(said: &str) -> Verdict {
 }
 
 /// Whether the kernel that never ended was reported with its rank; ranks whose operations wait behind it are late, and that may be said first.
-fn reported(said: &str) -> Verdict {
+fn reported(said: &str) -> StepResult {
     let verdicts: Vec<_> = said
         .lines()
         .filter_map(|line| line.split_once("Verdict: "))
@@ -107,17 +104,13 @@ fn faults(steps: &mut Steps<'_>, source: &str) -> Result<()> {
     };
     let mut command = faults();
     command.args(["--soak", SOAKED]);
-    steps.run("soak", Duration::from_secs(60), command, |said| {
-        summary(said, soaked)
-    });
+    steps.run("soak", 60, command, |said| summary(said, soaked));
     let mut command = faults();
     command
         .args(["--full", "--jobs", "2", "--rounds", &ROUNDS.to_string()])
         .arg("--resume")
         .arg(steps.file("faults.jsonl"));
-    steps.run("faults", Duration::from_secs(440), command, |said| {
-        summary(said, matrix)
-    });
+    steps.run("faults", 440, command, |said| summary(said, matrix));
     Ok(())
 }
 
@@ -142,7 +135,7 @@ fn left_alone_or_ended(steps: &mut Steps<'_>) -> Result<()> {
     let library = steps.host.bundle.join("lib");
     let mut command = nccl_tests::command(steps, "all_reduce", &library, "-b 8G -e 8G -f 1 -g 2 -n 2")?;
     command.env("NCCL_DEBUG", "WARN");
-    steps.run("8-gib", Duration::from_secs(120), command, left_alone);
+    steps.run("8-gib", 120, command, left_alone);
     // A program that fails, as this one is to, is no failure of the step.
     let test = nccl_tests::command(steps, "all_reduce", &library, "-b 1M -e 1M -g 2 -n 20 -G 0 -c 0")?;
     let mut command = Command::new("sh");

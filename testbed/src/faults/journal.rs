@@ -1,4 +1,4 @@
-//! What a rank, or who does something to it, knows of its part in a round, one JSON line an event. The library never opens this file.
+//! The journal of a round: what ranks, and what does something to them, write down, one JSON line an event. The library never reads it.
 
 use std::{
     fs::{File, OpenOptions},

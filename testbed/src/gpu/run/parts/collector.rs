@@ -1,23 +1,25 @@
-//! The collector attached to a job: the driver's, and PyTorch's on our library and on NCCL.
+//! The collector attached to a job: the driver's, and PyTorch's on this library and on NCCL.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     path::{Path, PathBuf},
     process::Command,
-    thread,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use fs_err as fs;
 use serde_json::Value;
 
 use super::{
-    super::step::{Steps, Verdict},
+    super::step::{StepResult, Steps},
     driver::driver,
     torch::{self, Library},
 };
-use crate::process::{self, Guarded};
+use crate::{
+    demo::collector::Collector,
+    process::{self, Guarded},
+};
 
 /// Operations of the driver's `watch` mode: eager ones, and captured ones, each in so many replays.
 const WATCH: Job = Job {
@@ -71,23 +73,6 @@ pub(super) fn lacks() -> Option<String> {
 
 /// The longest until a job may be watched: that of a training has PyTorch to load in every rank, and models to make.
 const READY: Duration = Duration::from_secs(90);
-
-/// Waits until a file is there, or a process that is to make it has ended.
-fn appears(file: &Path, makers: &mut [Guarded], limit: Duration) -> Result<()> {
-    let end = Instant::now() + limit;
-    while !file.exists() {
-        for maker in &mut *makers {
-            if let Some(status) = maker.child().try_wait()? {
-                bail!("{} has ended: {}", maker.name(), process::reason(status));
-            }
-        }
-        if Instant::now() >= end {
-            bail!("{} was not there after {limit:?}", file.display());
-        }
-        thread::sleep(Duration::from_millis(5));
-    }
-    Ok(())
-}
 
 /// Processes that `parent` has started.
 fn children(parent: u32) -> Vec<u32> {
@@ -162,7 +147,7 @@ pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn judged(ended: Result<Value>, judge: impl FnOnce(&Value) -> Verdict) -> Verdict {
+pub(super) fn judged(ended: Result<Value>, judge: impl FnOnce(&Value) -> StepResult) -> StepResult {
     ended
         .map_err(|error| format!("{error:#}"))
         .and_then(|summary| judge(&summary))
@@ -213,7 +198,19 @@ pub(super) fn seen(
         job.push(Guarded::start(&name, &mut command, end_signal)?);
     }
     let ready = folder.join("ready");
-    appears(&ready, &mut job, READY)?;
+    let all_live = |job: &mut [Guarded]| {
+        job.iter_mut()
+            .all(|process| matches!(process.child().try_wait(), Ok(None)))
+    };
+    let [first, others @ ..] = &mut job[..] else {
+        bail!("a job without processes");
+    };
+    // One of the others that has ended ends the waiting, too.
+    first.wait_until(READY, || ready.exists() || !all_live(others))?;
+    ensure!(
+        ready.exists(),
+        "a process of the job has ended before it was ready"
+    );
     let pids: Vec<u32> = match attach {
         Attach::Started => job.iter().map(Guarded::pid).collect(),
         Attach::Children => job.iter().flat_map(|process| children(process.pid())).collect(),
@@ -223,31 +220,19 @@ pub(super) fn seen(
             pids.with_context(|| format!("{} names no processes", ready.display()))?
         }
     };
-    let (summary, attached) = (folder.join("summary.json"), folder.join("attached"));
-    let mut command = Command::new(steps.host.program("ringsight"));
-    command
-        .arg("attach")
-        .args(pids.iter().map(u32::to_string))
-        .arg("--out")
-        .arg(folder.join(SPANS))
-        .arg("--summary")
-        .arg(&summary)
-        .arg("--ready-file")
-        .arg(&attached)
-        .args(options);
-    process::log_to(&mut command, &folder.join("collector.log"))?;
-    let mut collector = [Guarded::start("the collector", &mut command, libc::SIGTERM)?];
-    appears(&attached, &mut collector, Duration::from_secs(20))?;
+    let spans = format!("--out={}", folder.join(SPANS).display());
+    let options: Vec<String> = std::iter::once(spans)
+        .chain(options.iter().map(|&option| option.to_owned()))
+        .collect();
+    let mut collector = Collector::start(&steps.host.program("ringsight"), &pids, &options, folder)?;
     fs::write(folder.join("go"), "")?;
-    let [collector] = &mut collector;
-    for process in job.iter_mut().chain([collector]) {
+    for process in &mut job {
         let status = process.wait(Duration::from_secs(60))?;
         if !status.success() {
             bail!("{}: {}", process.name(), process::reason(status));
         }
     }
-    let text = fs::read_to_string(&summary)?;
-    serde_json::from_str(&text).context("the collector's summary")
+    collector.finish_raw(Duration::from_secs(60))
 }
 
 pub(super) fn number(value: &Value) -> Result<u64, String> {
@@ -257,7 +242,7 @@ pub(super) fn number(value: &Value) -> Result<u64, String> {
 }
 
 /// Whether every operation was seen, and whole.
-fn complete(summary: &Value, wanted: u64) -> Verdict {
+fn complete(summary: &Value, wanted: u64) -> StepResult {
     let (roots, lost) = (number(&summary["spans"]["root"])?, number(&summary["lost"])?);
     let unfinished = number(&summary["unfinished"])?;
     let overwritten = number(&summary["device_events_overwritten"])?;
@@ -272,7 +257,7 @@ fn complete(summary: &Value, wanted: u64) -> Verdict {
 }
 
 /// Whether each captured operation has an operation of its own for every replay, and these and eager ones have the times of all ranks' devices.
-fn replayed(summary: &Value, job: &Job) -> Verdict {
+fn replayed(summary: &Value, job: &Job) -> StepResult {
     let rows = summary["operations"]
         .as_array()
         .ok_or("the summary cannot be read")?;
@@ -308,7 +293,7 @@ fn replayed(summary: &Value, job: &Job) -> Verdict {
 }
 
 /// Whether every call on a library without probes was seen.
-fn calls(summary: &Value, wanted: u64) -> Verdict {
+fn calls(summary: &Value, wanted: u64) -> StepResult {
     let (seen, lost) = (number(&summary["spans"]["host_call"])?, number(&summary["lost"])?);
     let text = format!("{seen} of {wanted} calls timed by the host, {lost} events lost");
     if seen == wanted && lost == 0 {

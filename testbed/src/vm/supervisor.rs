@@ -1,4 +1,4 @@
-//! Runs QEMU until its guest is over, or does not get on.
+//! A run of QEMU: boots that fail are repeated, and a guest that exceeds a limit, says nothing or stands still is ended.
 
 use std::{
     io::Read as _,
@@ -13,8 +13,8 @@ use anyhow::{Context, Result, bail};
 use tempfile::TempDir;
 
 use super::{
-    beats::{self, Beats, Frozen},
     console::{self, BOOTED},
+    heartbeat::{self, Frozen, Heartbeats},
 };
 use crate::process;
 
@@ -64,7 +64,7 @@ pub(super) enum End {
 }
 
 /// A run of a guest.
-pub(super) struct Drive<'a> {
+pub(super) struct Supervisor<'a> {
     pub(super) scratch: &'a Scratch,
     /// How long it may take, boot included.
     pub(super) limit: Duration,
@@ -75,7 +75,7 @@ pub(super) struct Drive<'a> {
     pub(super) interactive: bool,
 }
 
-impl Drive<'_> {
+impl Supervisor<'_> {
     /// Runs what `qemu` makes, again if it ends, or its time is over, before the first process starts.
     pub(super) fn boot(
         &self,
@@ -147,7 +147,7 @@ impl Drive<'_> {
     fn watch(&self, qemu: &mut process::Guarded, until: Instant, last: &dyn Fn() -> Instant) -> End {
         // From here on, at the earliest: a boot says nothing.
         let booted = Instant::now();
-        let mut beats = Beats::new(&self.scratch.file(BEATS), self.processors, booted);
+        let mut beats = Heartbeats::new(&self.scratch.file(BEATS), self.processors, booted);
         loop {
             let now = Instant::now();
             let silence = now.saturating_duration_since(last().max(booted));
@@ -167,7 +167,7 @@ impl Drive<'_> {
             if let Some(processor) = beats.silent(Instant::now()) {
                 return End::Frozen(Frozen {
                     processor,
-                    places: beats::places(&self.scratch.file(MONITOR), self.processors),
+                    places: heartbeat::places(&self.scratch.file(MONITOR), self.processors),
                     console: console::tail(&console::read(&self.scratch.file(CONSOLE))),
                 });
             }
@@ -179,8 +179,8 @@ impl Drive<'_> {
 mod tests {
     use super::*;
 
-    fn drive(scratch: &Scratch) -> Drive<'_> {
-        Drive {
+    fn drive(scratch: &Scratch) -> Supervisor<'_> {
+        Supervisor {
             scratch,
             limit: Duration::from_secs(120),
             quiet: None,
@@ -222,7 +222,7 @@ mod tests {
     #[test]
     fn a_guest_that_says_nothing_is_ended() {
         let scratch = Scratch::new().unwrap();
-        let guest = Drive {
+        let guest = Supervisor {
             // An hour that is not waited for.
             limit: Duration::from_secs(3600),
             quiet: Some(Duration::from_millis(50)),

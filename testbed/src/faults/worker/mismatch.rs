@@ -1,4 +1,4 @@
-//! Ranks that call what does not fit together.
+//! Ranks whose calls do not fit together.
 
 use anyhow::Result;
 
@@ -6,7 +6,7 @@ use super::{
     super::{
         call::{Call, Launched},
         cases::{Fault, Operation, SUCCESS},
-        truth::What,
+        journal::What,
     },
     Member, Stage,
 };
@@ -14,7 +14,7 @@ use crate::nccl::{Buffer, Communicator};
 
 impl Member<'_> {
     /// The ranks call what does not fit together.
-    pub(super) fn differs(&self, communicator: Communicator<'_>) -> Result<()> {
+    pub(super) fn mismatch(&self, communicator: Communicator<'_>) -> Result<()> {
         let round = self.round;
         let (first, second) = (
             self.new_call(&communicator, round.operation, round.elements)?,

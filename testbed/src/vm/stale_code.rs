@@ -1,12 +1,11 @@
-//! Guests whose kernel the emulator breaks.
+//! Guests whose kernel QEMU breaks by running code that the kernel has replaced.
 //!
-//! Linux changes its own code while it runs (static keys, tracepoints, probes) by putting a breakpoint over an instruction, having all
-//! processors serialise, and putting the new instruction there (`text_poke_bp_batch`, arch/x86/kernel/alternative.c). QEMU translates
-//! code ahead, and before 8.1 (Debian 12 has 7.2) it did not lock a page that it translates against stores of other processors: now and
-//! then one processor keeps a translation of the breakpoint that is not there any more, and hits it for ever. The kernel then dies, of a
-//! breakpoint that it knows nothing of, or hangs, since it takes one that is gone for none and goes back to it (`kprobe_int3_handler`).
-//! On real processors, and under later emulators, neither happens. What counts events (`perf_event_open`) or attaches probes makes the
-//! kernel change code, so tests do that often.
+//! Linux changes its own code (static keys, tracepoints, probes): it puts a breakpoint over an instruction, has all processors serialise,
+//! and puts the new instruction there (`text_poke_bp_batch`, arch/x86/kernel/alternative.c). QEMU translates code ahead. Before version 8.1
+//! (Debian 12 has 7.2) QEMU did not lock a page that it translates against stores of other processors. So one processor may keep a
+//! translation of a breakpoint that is gone. The kernel then dies of an unknown breakpoint, or goes back to it for ever
+//! (`kprobe_int3_handler`). Real processors and later QEMUs do neither. `perf_event_open` and probes make the kernel change code, and tests
+//! use both often.
 
 /// A guest whose kernel hit a breakpoint that was not there any more, or waited for a processor that does; the end of its console.
 #[derive(Debug)]

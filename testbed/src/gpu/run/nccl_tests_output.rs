@@ -1,4 +1,4 @@
-//! What nccl-tests print.
+//! The output of nccl-tests.
 
 use crate::stats::median;
 

@@ -1,4 +1,4 @@
-//! What a trace has to say of a link that failed under a job.
+//! What a trace has to say about a link that failed under a job.
 
 use std::{
     collections::{HashMap, HashSet},

@@ -1,4 +1,4 @@
-//! What the GPU host has.
+//! What a GPU host has.
 
 use std::{
     env,
@@ -11,7 +11,7 @@ use crate::{gpu::bundle::WITHOUT_RECORDS, process};
 
 /// A machine, and the bundle on it.
 #[derive(Debug)]
-pub(super) struct Host {
+pub(super) struct GpuHost {
     pub(super) bundle: PathBuf,
     /// One line for each GPU: name and driver.
     pub(super) gpus: Vec<String>,
@@ -23,7 +23,7 @@ pub(super) struct Host {
     stock: Option<PathBuf>,
 }
 
-impl Host {
+impl GpuHost {
     /// Looks around.
     pub(super) fn look(bundle: PathBuf, stock: Option<PathBuf>) -> Self {
         let python = process::find("python3");

@@ -1,8 +1,8 @@
-//! Whether each processor of a guest gets on.
+//! Heartbeats of a guest's processors.
 //!
-//! `vm/init` has each write its number to a serial line, every few seconds until the end (`guest.beats`). One that takes no interrupts any
-//! more cannot, and nothing else tells of it: the kernel's own watchdogs run on the processor that they watch, or by a time of day that this
-//! one may have been the one to count. The others then wait for it, and the guest says nothing until its limit is over.
+//! `vm/init` has each processor write its number to a serial line every few seconds (`guest.beats`). A processor that takes no interrupts
+//! falls silent. Nothing else would say so: the kernel's watchdogs run on the processor that they watch, or by a clock that this processor
+//! may have to advance. The other processors would wait for it until the guest's limit.
 
 use std::{
     io::{Read as _, Write as _},
@@ -18,13 +18,13 @@ use super::console;
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// What processors have said.
-pub(super) struct Beats {
+pub(super) struct Heartbeats {
     file: PathBuf,
     /// Of each, how often, and when last.
     heard: Vec<(usize, Instant)>,
 }
 
-impl Beats {
+impl Heartbeats {
     pub(super) fn new(file: &Path, processors: u32, now: Instant) -> Self {
         Self {
             file: file.to_owned(),
@@ -113,7 +113,7 @@ mod tests {
     use fs_err as fs;
 
     use super::*;
-    use crate::vm::drive::{BEATS, Scratch};
+    use crate::vm::supervisor::{BEATS, Scratch};
 
     #[test]
     fn who_says_nothing_for_too_long_is_found() {
@@ -121,7 +121,7 @@ mod tests {
         let file = scratch.file(BEATS);
         let start = Instant::now();
         let after = |seconds| start + Duration::from_secs(seconds);
-        let mut beats = Beats::new(&file, 2, start);
+        let mut beats = Heartbeats::new(&file, 2, start);
         // Nobody has said anything yet.
         assert_eq!(beats.silent(after(100)), None);
         fs::write(&file, "0\n1\n0\n").unwrap();
@@ -130,7 +130,7 @@ mod tests {
         assert_eq!(beats.silent(after(200)), None);
         assert_eq!(beats.silent(after(231)), Some(1));
         // Who has never spoken, too.
-        assert_eq!(Beats::new(&file, 3, start).silent(after(121)), Some(2));
+        assert_eq!(Heartbeats::new(&file, 3, start).silent(after(121)), Some(2));
     }
 
     #[test]
