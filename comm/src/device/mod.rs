@@ -311,7 +311,7 @@ pub trait Device: Send + Sync + 'static {
         Err(DeviceError::InvalidUsage("this device shares no memory".into()))
     }
     /// What copies of one communicator on the current device are queued with beside the streams of its caller
-    /// ([`ringsight_kernels::launch::Window::engines`]).
+    /// ([`ringsight_kernels::launch::Window::copy_engine`]).
     fn engines(&self) -> Result<Arc<dyn Any + Send + Sync>> {
         Err(DeviceError::InvalidUsage(
             "this device has no copy engines".into(),

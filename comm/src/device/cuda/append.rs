@@ -9,13 +9,11 @@ use std::{
 };
 
 use cudarc::driver::sys::{CUfunction, CUstream};
+use ringsight_comm_base::sync::lock;
 use ringsight_kernels::cuda::journal::JOURNAL_WORDS;
 
 use super::{driver::Kernel, gpu::Memory};
-use crate::{
-    communicator::lock,
-    device::{Journal, Result},
-};
+use crate::device::{Journal, Result};
 
 type List = Memory<AtomicU64>;
 

@@ -17,6 +17,7 @@ use std::{
 };
 
 use cudarc::driver::sys::{CUcontext, CUfunction, CUstream};
+use ringsight_comm_base::sync::lock;
 use ringsight_kernels::cuda::{ClockArguments, ClockPage};
 use ringsight_records::{DeviceClock, Kind};
 
@@ -25,7 +26,6 @@ use super::{
     gpu::Memory,
 };
 use crate::{
-    communicator::lock,
     device::{
         Result,
         clock::{ClockSample, Fit},

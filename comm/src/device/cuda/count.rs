@@ -11,10 +11,8 @@ use std::sync::{
 use cudarc::driver::sys::{CUfunction, CUstream};
 
 use super::{driver::Kernel, gpu::Memory};
-use crate::{
-    communicator::lock,
-    device::{Counter, Result},
-};
+use crate::device::{Counter, Result};
+use ringsight_comm_base::sync::lock;
 
 /// Words that are had at once: a page of them.
 const CHUNK: usize = 512;

@@ -10,6 +10,7 @@ use std::{
     time::Duration,
 };
 
+use ringsight_comm_base::sync::lock;
 use ringsight_kernels::{
     Launch,
     cuda::{Ring, ring::Entry},
@@ -24,7 +25,7 @@ use super::{
     release,
     telling::Telling,
 };
-use crate::{communicator::lock, observe};
+use crate::observe;
 
 /// How often the ring is looked at while something runs. Times come from the GPU: this is not their resolution.
 const BUSY: Duration = Duration::from_micros(20);

@@ -11,6 +11,7 @@ use std::{
 use cudarc::driver::sys::{
     CUcontext, CUdevice_attribute, CUdeviceptr, CUfunction, CUfunction_attribute, CUstream,
 };
+use ringsight_comm_base::sync::lock;
 use ringsight_kernels::{
     Launch,
     cuda::{
@@ -30,10 +31,7 @@ use super::{
     launches::{Exchange, Free, Launches},
     memory, release,
 };
-use crate::{
-    communicator::lock,
-    device::{DeviceError, Result},
-};
+use crate::device::{DeviceError, Result};
 
 /// Pinned memory for one program that does not travel with the arguments: that of all channels fits.
 const PROGRAM_BYTES: usize = 16 << 10;

@@ -19,10 +19,8 @@ use super::{
     driver::{Kernel, OutsideCapture, call},
     launches::Launches,
 };
-use crate::{
-    communicator::lock,
-    device::{End, Launcher, Result},
-};
+use crate::device::{End, Launcher, Result};
+use ringsight_comm_base::sync::lock;
 
 /// Kernels that a communicator has graphs of. To put another one into a graph takes 1.5 µs, what it saves.
 const OF_ONE: usize = 4;

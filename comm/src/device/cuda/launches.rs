@@ -2,10 +2,10 @@
 
 use std::sync::{Condvar, Mutex};
 
+use ringsight_comm_base::sync::lock;
 use ringsight_kernels::cuda::CAPTURED;
 
 use super::{drain::Entered, gpu::Slot};
-use crate::communicator::lock;
 
 /// What threads that launch and the thread that drains one GPU's events hand each other. Launches belong to the latter: no
 /// observer is told of anything under this lock.

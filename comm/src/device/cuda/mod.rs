@@ -34,6 +34,7 @@ use std::{
 };
 
 use cudarc::driver::sys::{self, CUcontext, CUevent, CUgraph, CUgraphExec, CUresult, CUstreamCaptureMode};
+use ringsight_comm_base::sync::lock;
 use ringsight_kernels::{
     Launch,
     cuda::{CHANNEL_THREADS, COPY_ENGINE_THREADS, MESSAGES_THREADS, collective_threads, one_shot_threads},
@@ -50,10 +51,7 @@ use super::{
     Allocation, Capture, Counter, Device, DeviceError, Direct, End, Event, Graph, GraphExec, HostFunction,
     Journal, Launcher, Mark, Piece, Progress, Reachable, Reached, Result, Share, Stream,
 };
-use crate::{
-    communicator::lock,
-    op::{DataPath, Method, Task},
-};
+use crate::op::{DataPath, Method, Task};
 
 /// The last handle of a default stream (`CU_STREAM_PER_THREAD`).
 const PER_THREAD: usize = 2;

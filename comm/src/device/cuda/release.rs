@@ -26,13 +26,13 @@ use super::{
     share,
 };
 use crate::{
-    communicator::lock,
     device::{
         DeviceError, Result,
         deferred::{Deferred, Node},
     },
     env,
 };
+use ringsight_comm_base::sync::lock;
 
 /// How often it is looked whether kernels run that something waits for.
 const LOOKS: Duration = Duration::from_millis(10);

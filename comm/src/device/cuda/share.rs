@@ -21,11 +21,10 @@ use super::{
     pieces, release,
 };
 use crate::{
-    bootstrap::sys::random_u64,
-    communicator::lock,
     device::{DeviceError, Reached, Result, Share},
     log,
 };
+use ringsight_comm_base::{sync::lock, sys::random_u64};
 
 /// Memory that was shared in this process, by address: ranks of one process keep it while any of them uses it.
 static SHARED: Mutex<Option<HashMap<CUdeviceptr, Weak<Memory>>>> = Mutex::new(None);
