@@ -179,7 +179,13 @@ struct Toolchain(EbpfTools);
 impl Toolchain {
     /// Installs what is missing, then looks for the tools.
     fn find() -> Result<Self> {
-        let given = ["CARGO", "RUSTC", "LINKER"].map(|tool| variable(&format!("RINGSIGHT_BPF_{tool}")));
+        // By their whole names, so that a search finds them.
+        let given = [
+            "RINGSIGHT_BPF_CARGO",
+            "RINGSIGHT_BPF_RUSTC",
+            "RINGSIGHT_BPF_LINKER",
+        ]
+        .map(variable);
         if let [Some(cargo), Some(rustc), Some(linker)] = given {
             return Ok(Self(EbpfTools {
                 cargo: cargo.into(),

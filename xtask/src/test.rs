@@ -13,6 +13,7 @@ use anyhow::Result;
 use clap::Args;
 use ringsight_testbed::{process, workspace};
 
+pub(crate) mod guests;
 mod layers;
 pub(crate) mod libtest;
 mod programs;

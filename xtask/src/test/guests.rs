@@ -235,7 +235,7 @@ mod tests {
             .copied()
             .collect();
         // What the others use, and no test.
-        let shared = ["control", "links", "nodes"];
+        let shared = ["links", "nodes", "shared"];
         for entry in std::fs::read_dir(workspace::root().join("comm/tests/rdma")).unwrap() {
             let path = entry.unwrap().path();
             let module = path.file_stem().and_then(|name| name.to_str()).unwrap();

@@ -19,12 +19,16 @@ use ringsight_testbed::{
 };
 
 use super::{
-    CHROMIUM, FULL, check,
+    CHROMIUM, FULL, check, guests,
     libtest::Counts,
     programs::Tests,
     suite::{Outcome, Report},
 };
-use crate::{dist, setup, vm};
+use crate::{
+    dist,
+    ebpf::{self, Comparison},
+    setup,
+};
 
 /// Environment variable that names a folder of NVIDIA's headers to the tests.
 const NCCL_INCLUDE: &str = "RINGSIGHT_NCCL_INCLUDE";
@@ -98,7 +102,7 @@ impl Layer {
                 .iter()
                 .map(|(what, why)| (format!("{}: {what}", self.name), (*why).to_owned()))
                 .collect(),
-            Tier::Guests => vm::test::left_out()
+            Tier::Guests => guests::left_out()
                 .into_iter()
                 .map(|(what, why)| (format!("{}: {what}", self.name), why.to_owned()))
                 .collect(),
@@ -112,13 +116,20 @@ impl Layer {
 }
 
 /// All layers, in the order in which they run: what fails soonest is first.
-pub(super) static LAYERS: [Layer; 15] = [
+pub(super) static LAYERS: [Layer; 16] = [
     Layer {
         name: "format",
         holds_tests: false,
         tier: Tier::Fast,
         needs: Needs::Nothing,
         run: format,
+    },
+    Layer {
+        name: "ebpf objects",
+        holds_tests: false,
+        tier: Tier::Fast,
+        needs: Needs::Toolchain,
+        run: ebpf_objects,
     },
     Layer {
         name: "kernels",
@@ -245,6 +256,24 @@ fn format(_: &Run, _: &mut Report) -> Result<Outcome> {
     Ok(Outcome::Ran(Counts::PASSED))
 }
 
+/// Builds the eBPF programs and compares them with the committed objects.
+fn ebpf_objects(_: &Run, _: &mut Report) -> Result<Outcome> {
+    let comparison = ebpf::check()?;
+    match &comparison {
+        Comparison::Same => Ok(Outcome::Ran(Counts::PASSED)),
+        // Another compiler may make other instructions of unchanged sources.
+        Comparison::Different {
+            other_tools: Some(tools),
+            ..
+        } => Ok(Outcome::Skipped(format!(
+            "other tools than those of the committed objects: {tools}"
+        ))),
+        Comparison::Different {
+            other_tools: None, ..
+        } => bail!("{comparison}"),
+    }
+}
+
 fn kernels(_: &Run, _: &mut Report) -> Result<Outcome> {
     match setup::nvcc() {
         Ok(_) => check(cargo().args(["build", "--locked", "-p", "ringsight-kernels"])),
@@ -362,20 +391,20 @@ pub(super) fn leaks(run: &Run, report: &mut Report) -> Result<Outcome> {
 
 fn guests(run: &Run, report: &mut Report) -> Result<Outcome> {
     let selection = match run.full {
-        true => vm::test::Selection::All,
-        false => vm::test::Selection::Fast,
+        true => guests::Selection::All,
+        false => guests::Selection::Fast,
     };
     run_guests(selection, report)
 }
 
 /// Runs the guests' jobs that are selected; skipped if no kernel can be had.
-pub(super) fn run_guests(selection: vm::test::Selection, report: &mut Report) -> Result<Outcome> {
+pub(super) fn run_guests(selection: guests::Selection, report: &mut Report) -> Result<Outcome> {
     // What is for one kernel alone that cannot be had is skipped by name.
     let kernels = Series::ALL.into_iter();
     if let Some(why) = kernels.map(unavailable).collect::<Option<Vec<_>>>() {
         return Ok(Outcome::Skipped(why.join("; ")));
     }
-    let ran = vm::test::jobs(selection, &vm::test::Options::default())?;
+    let ran = guests::jobs(selection, &guests::Options::default())?;
     for step in ran.steps {
         report.step(step);
     }

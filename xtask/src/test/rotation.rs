@@ -4,12 +4,12 @@
 use anyhow::{Context as _, Result};
 use ringsight_testbed::{process, vm::Series, workspace::root};
 
+use super::guests::Selection;
 use super::{
     FULL, layers,
     layers::Run,
     suite::{Outcome, Report},
 };
-use crate::vm::test::Selection;
 
 /// A part of what only `--full` runs.
 pub(super) struct Part {

@@ -14,7 +14,7 @@ use ringsight_testbed::{
     workspace::test_program,
 };
 
-pub mod test;
+use crate::test::guests;
 
 /// What to do with guests.
 #[derive(Subcommand, Debug)]
@@ -27,7 +27,7 @@ pub enum Command {
     /// Opens a shell in a guest.
     Shell(Options),
     /// Runs the tests that need a guest.
-    Test(test::Options),
+    Test(guests::Options),
     /// RDMA ports that go down during a transfer, and whether it goes on over the others.
     Failover(failover::Options),
     /// Removes what guests are made of from the cache; the next run fetches it anew, with newer kernels.
@@ -134,7 +134,7 @@ pub fn run(command: &Command) -> Result<ExitCode> {
             guest.interactive = true;
             finish(&guest)
         }
-        Command::Test(options) => test::run(options),
+        Command::Test(options) => guests::run(options),
         Command::Failover(options) => failover::run(options),
         Command::Clean => {
             let folder = folder()?;
