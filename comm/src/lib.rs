@@ -12,18 +12,18 @@
 //! | [`topology`] | which rank runs where, and the rings that follow from it |
 //! | [`transport`] | connections between ranks: shared memory, GPU memory, sockets, RDMA |
 //! | [`proxy`] | the threads that set connections up and move network steps |
-//! | [`checks`] | whether the ranks call alike, and are there |
+//! | `checks` | whether the ranks call alike, and are there |
 //! | `buffer_exchange` | callers' buffers that ranks of other processes import |
-//! | [`plan`] | a pure function from what a communicator can do and its tasks to plans |
+//! | `plan` | a pure function from what a communicator can do and its tasks to plans |
 //! | `progress` | how far operations are on the device |
 //! | `watchdog` | whom an operation that does not end waits for |
-//! | [`launch`] | handing plans to the device, one transaction for each |
+//! | `launch` | handing plans to the device, one transaction for each |
 //! | [`communicator`] | one rank's part in a set of ranks, from its making to its end |
-//! | [`group`] | what is called between `ncclGroupStart` and `ncclGroupEnd` |
+//! | `group` | what is called between `ncclGroupStart` and `ncclGroupEnd` |
 //! | [`abi`] | the C entry points |
 //!
-//! Along the path of an operation: [`abi`] checks the arguments, [`group`] makes a task of them and chooses how it is done, [`plan`] lays the
-//! group's tasks out, [`launch`] binds and launches the plans, [`device`] runs them, [`proxy`] moves their network steps, and `progress` hears of
+//! Along the path of an operation: [`abi`] checks the arguments, `group` makes a task of them and chooses how it is done, `plan` lays the
+//! group's tasks out, `launch` binds and launches the plans, [`device`] runs them, [`proxy`] moves their network steps, and `progress` hears of
 //! their end.
 
 pub mod abi;

@@ -1,13 +1,13 @@
 //! Port health: what all connections of a process share about their ports and paths.
 //!
-//! A port is up until its device reports it down ([`PortState`]). Path health is [`ringsight_failover::Health`].
+//! A port is up until its device reports it down (`PortState`). Path health is [`ringsight_failover::Health`].
 //!
 //! Threads:
 //! - The *listener* (`ringsight-ports`) reads the asynchronous events of every device. A device delivers each event once, so one thread
 //!   reads for all. It sleeps while nothing happens. It starts with the first device and ends with the [`PortHealth`].
-//! - The threads of the connections compare [`PortHealth::version`], one load, and read the tables when it has changed. A connection
-//!   that sleeps has a [`Waker`].
-//! - Threads that make connections call [`PortHealth::watch`].
+//! - The threads of the connections compare `PortHealth::version`, one load, and read the tables when it has changed. A connection
+//!   that sleeps has a `Waker`.
+//! - Threads that make connections call `PortHealth::watch`.
 //!
 //! Invariants: the tables change only under their lock, and every change increments the version and wakes all wakers before the lock is
 //! released. The lock is never held over a call of a device.

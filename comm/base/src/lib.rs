@@ -3,7 +3,7 @@
 //! | module | owns |
 //! |---|---|
 //! | [`error`] | a failed call: NCCL's result code and its text |
-//! | [`env`] | reading environment variables |
+//! | [`mod@env`] | reading environment variables |
 //! | [`log`] | log lines as NCCL writes them |
 //! | [`sync`] | locks that survive a panic, and once-only work that survives a fork |
 //! | [`fork`] | state that a forked child must not take over |

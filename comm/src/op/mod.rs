@@ -5,10 +5,10 @@
 //! | [`Request`] | by the C entry point | the arguments of one call |
 //! | [`Task`] | by the group | a request with its numbers ([`OpInfo`]) and its [`Method`] |
 //! | [`Call`] | of a request | what the ranks of an operation must agree on, and the tag that shows it |
-//! | [`Identity`] | of numbers | which operation it is, the same on all of its ranks |
+//! | `Identity` | of numbers | which operation it is, the same on all of its ranks |
 //! | [`ProxyOp`] | by the launch | what a proxy moves for an operation over one connection |
 //!
-//! [`DataPath`] is the one value that says how data moves. [`crate::plan`] chooses it when the operation is called; the planner, the launch, the
+//! [`DataPath`] is the one value that says how data moves. `crate::plan` chooses it when the operation is called; the planner, the launch, the
 //! device and the records read it from the task.
 
 mod call;

@@ -4,7 +4,7 @@
 //! running kernels end. The pool is cut into places, one for the slots of each end of a connection. A connection without a place stages
 //! its slots in host memory. Only the slots are in GPU memory: flags, counts and inline steps stay in host memory, which the proxy reads.
 //!
-//! Service threads of the proxy take places; the last owner of a [`Slots`] gives its place back. One lock guards the pool's state.
+//! Service threads of the proxy take places; the last owner of a `Slots` gives its place back. One lock guards the pool's state.
 
 use std::{
     any::Any,

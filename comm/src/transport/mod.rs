@@ -3,11 +3,11 @@
 //! | peer | way | the bytes move |
 //! |---|---|---|
 //! | in the node, GPUs with peer access | [`P2P`] | by the kernels, in the memory of the GPUs ([`arena`]) |
-//! | in the node | [`SHM`] | by the kernels, in host memory that both ends map ([`fifo_memory`]) |
-//! | on another node, RDMA at both ends | [`NET_VERBS`] | by RDMA devices ([`verbs`]) |
-//! | on another node | [`NET_SOCKET`] | by the proxies, over TCP ([`socket`]) |
+//! | in the node | [`SHM`] | by the kernels, in host memory that both ends map (`fifo_memory`) |
+//! | on another node, RDMA at both ends | [`NET_VERBS`] | by RDMA devices (`verbs`) |
+//! | on another node | [`NET_SOCKET`] | by the proxies, over TCP (`socket`) |
 //!
-//! A connection to another node has one end in each of two proxies. Such an end implements [`connection::Connection`], and the progress
+//! A connection to another node has one end in each of two proxies. Such an end implements `connection::Connection`, and the progress
 //! thread of its proxy drives it. [`crate::proxy`] makes the connections; this layer knows nothing of proxies.
 //!
 //! # Modules, from the bottom

@@ -7,7 +7,7 @@
 //!
 //! Levels: `warn!` is NCCL's WARN, `info!` INFO, `debug!` ABORT, `trace!` TRACE; the version has a level of its own, below
 //! WARN ([`version`]). No call ever fails because a line cannot be written, or waits for long because nobody reads it
-//! ([`writer`]).
+//! (`writer`).
 
 mod line;
 mod settings;
