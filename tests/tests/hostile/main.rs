@@ -1,0 +1,18 @@
+//! Targets that attack the collector, which is root: each test names a case that an unprivileged process plays, and what the
+//! collector must do all the same.
+//!
+//! A case is a name in `tests/src/bin/hostile_target`, its test stands in the module of what is attacked:
+//!
+//! | module | what the target controls |
+//! |---|---|
+//! | `files` | its library, its texts in `/proc`, files in its root |
+//! | `pages` | its shared pages and the records in them |
+//!
+//! [`Target::start`] runs a case as user 65534. [`target::ringsight`] is the collector, built as the tests are: with debug assertions,
+//! so that an overflow that a target provokes is found.
+
+mod files;
+mod pages;
+mod target;
+
+use target::{Collected, Target};

@@ -1,0 +1,1 @@
+//! Shared pages of a target.

@@ -1,0 +1,160 @@
+//! A hostile process, and the collector's commands on it.
+
+use std::{
+    fs,
+    os::unix::{fs::PermissionsExt as _, process::CommandExt as _},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    sync::OnceLock,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail};
+use ringsight_testbed::{
+    process::{self, Dialogue, Guarded},
+    workspace,
+};
+use ringsight_tests::{compile, folder, skip};
+use tempfile::TempDir;
+
+/// The user and group of a hostile target: "nobody", who owns nothing.
+pub(crate) const NOBODY: u32 = 65534;
+
+/// Longest that a command of the collector may take before its test calls it hung.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// The collector.
+///
+/// # Panics
+/// If it cannot be built.
+pub(crate) fn ringsight() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let build = || {
+            let mut cargo = workspace::cargo();
+            cargo.args([
+                "build",
+                "--locked",
+                "-p",
+                "ringsight-collector",
+                "--bin",
+                "ringsight",
+            ]);
+            process::run(&mut cargo)?;
+            anyhow::Ok(workspace::target()?.join("debug/ringsight"))
+        };
+        build().unwrap_or_else(|error| panic!("building the collector: {error:#}"))
+    })
+}
+
+/// A process of user [`NOBODY`] that plays one case. It maps a library with our probe functions, and a line asks it for each
+/// next act. Killed when dropped.
+pub(crate) struct Target {
+    dialogue: Dialogue,
+    folder: TempDir,
+}
+
+impl Target {
+    /// Starts `case` and waits until its first act is done. `None`, with the test's name said as skipped, without root:
+    /// then nobody can become somebody else, and the collector has no rights that could be abused.
+    pub(crate) fn start(test: &str, case: &str) -> Result<Option<Self>> {
+        if !ringsight_tests::may_attach() {
+            skip(test, "needs root, to start a target of another user");
+            return Ok(None);
+        }
+        let folder = folder()?;
+        let path = folder.path();
+        fs::set_permissions(path, fs::Permissions::from_mode(0o755))?;
+        fs::copy(library(), path.join("libnccl.so.2"))?;
+        // Where anybody may run it from.
+        let program = path.join("hostile_target");
+        fs::copy(env!("CARGO_BIN_EXE_hostile_target"), &program)?;
+        let own = path.join("own");
+        fs::create_dir(&own)?;
+        std::os::unix::fs::chown(&own, Some(NOBODY), Some(NOBODY))?;
+        let mut command = Command::new(&program);
+        command
+            .arg(case)
+            .arg(path.join("libnccl.so.2"))
+            .current_dir(&own)
+            .uid(NOBODY)
+            .gid(NOBODY);
+        let mut dialogue = Dialogue::start(case, &mut command)?;
+        let said = dialogue.line().with_context(|| format!("case {case}"))?;
+        if said != "ready" {
+            bail!("case {case}: {said}");
+        }
+        Ok(Some(Self { dialogue, folder }))
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.dialogue.pid()
+    }
+
+    /// A folder of root's, for outputs; the folder `own` in it is the target's, and its working directory.
+    pub(crate) fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Has the target act on `line`; its answer.
+    pub(crate) fn ask(&mut self, line: &str) -> Result<String> {
+        self.dialogue.ask(line)
+    }
+}
+
+/// A library with our probe functions, compiled once.
+fn library() -> &'static Path {
+    static COMPILED: OnceLock<PathBuf> = OnceLock::new();
+    COMPILED.get_or_init(|| {
+        let library = Path::new(env!("CARGO_TARGET_TMPDIR")).join("hostile/libnccl.so.2");
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/hostile/library.c");
+        let options = ["-shared", "-fPIC", "-Wl,-soname,libnccl.so.2,--build-id"];
+        compile::compile(
+            Command::new("gcc")
+                .args(options)
+                .args(compile::STRICT)
+                .arg(source),
+            &library,
+        );
+        library
+    })
+}
+
+/// How a command of the collector ended.
+#[derive(Debug)]
+pub(crate) struct Collected {
+    /// Exit code; `None` if a signal ended it.
+    pub(crate) code: Option<i32>,
+    /// Standard output.
+    pub(crate) output: String,
+    /// Standard error.
+    pub(crate) errors: String,
+    /// How long it took.
+    pub(crate) elapsed: Duration,
+}
+
+impl Collected {
+    /// Runs `ringsight` with `arguments` to its end.
+    ///
+    /// # Errors
+    /// If it cannot be started, or hangs: then it is killed.
+    pub(crate) fn of(folder: &Path, arguments: &[&str]) -> Result<Self> {
+        let (output, errors) = (folder.join("output"), folder.join("errors"));
+        let mut command = Command::new(ringsight());
+        command
+            .args(arguments)
+            .stdin(Stdio::null())
+            .stdout(fs::File::create(&output)?)
+            .stderr(fs::File::create(&errors)?);
+        let begun = Instant::now();
+        let mut process = Guarded::start("ringsight", &mut command, libc::SIGKILL)?;
+        let status = process.wait(LIMIT)?;
+        let read = |file: &Path| anyhow::Ok(String::from_utf8_lossy(&fs::read(file)?).into_owned());
+        Ok(Self {
+            code: status.code(),
+            elapsed: begun.elapsed(),
+            output: read(&output)?,
+            errors: read(&errors)?,
+        })
+    }
+}
