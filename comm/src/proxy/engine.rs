@@ -12,6 +12,7 @@
 use std::{
     collections::{BTreeMap, VecDeque},
     io,
+    net::Shutdown,
     sync::Arc,
     thread,
     time::{Duration, Instant},
@@ -77,6 +78,9 @@ struct ProxyConnection {
     fifo: Arc<Fifo>,
     /// `None` until the proxies have agreed on the kind of the connection, and after a failure.
     connection: Option<Box<dyn Connection>>,
+    /// The connection after its failure, with its stream shut down. The proxy keeps it until the connection is removed: its entry in the
+    /// shared pages tells readers that it has failed, and the peer may still write into its memory.
+    failed_connection: Option<Box<dyn Connection>>,
     /// What the connection waits for, as of its last call.
     waits: Waits,
     /// In the order saved; the first one is under way.
@@ -301,8 +305,7 @@ impl<'a> Engine<'a> {
                 Err(error) => {
                     let step = made.step();
                     let text = connection.describe(self.shared.rank, &op, step, &error.to_string());
-                    connection.failed = true;
-                    connection.connection = None;
+                    connection.fail();
                     self.active -= connection.give_up(self.shared);
                     (self.shared.on_error)(connection.endpoint.comm, text);
                     moved = true;
@@ -414,6 +417,7 @@ impl ProxyConnection {
             endpoint,
             fifo,
             connection: None,
+            failed_connection: None,
             waits: Waits::default(),
             ops: VecDeque::new(),
             state: OpState::None,
@@ -458,6 +462,15 @@ impl ProxyConnection {
             None => shared.stalls.remove(first.connection),
         }
         self.stalled = stalled;
+    }
+
+    /// Ends the use of the connection after an error. The peer reads the end of the stream.
+    fn fail(&mut self) {
+        self.failed = true;
+        self.failed_connection = self.connection.take().inspect(|connection| {
+            // A stream that is broken already has no peer to tell.
+            let _ = connection.stream().tcp.shutdown(Shutdown::Both);
+        });
     }
 
     /// Closes the connection in good order. A failed one is closed already.
