@@ -152,10 +152,11 @@ impl Backup {
     }
 }
 
-/// The port that stands by for `ports[primary]`: of a card with two ports the other one; else the neighbour (of an even one the next,
-/// of an odd one the previous, as the ports are listed), if it is of the same link layer; else the nearest of those. A port need not be up
-/// to stand by, but one that is comes first where the rule leaves a choice. What would fail with it, another function's view of the
-/// same physical port, does not stand by. `None`: there is no other.
+/// The backup of `ports[primary]`. `None` if no port can be its backup.
+///
+/// The first of these: the other port of the same card; the neighbour as the ports are listed (of an even index the next, of an odd index
+/// the previous), if its link layer is the same; the nearest port of the same link layer. Where that leaves a choice, a port that is up
+/// comes before one that is down. A virtual function of the same physical port fails with it, so it is no backup.
 #[must_use]
 pub fn backup(ports: &[Port], primary: usize) -> Option<Backup> {
     let own = ports.get(primary)?;

@@ -118,8 +118,8 @@ impl DataType {
 }
 
 vocabulary! {
-    /// Why an operation does not end, as the watchdog says. Of several that fit, the first counts: later ones are its consequences. Only
-    /// [`Cause::StuckNic`], which has come later, counts before [`Cause::StuckKernel`].
+    /// Why an operation does not end, as the watchdog says. If several fit, the smallest number counts: the others are its consequences.
+    /// One exception: [`Cause::StuckNic`] was added later, and counts before [`Cause::StuckKernel`].
     Cause {
         RankDead = 1 => "RANK_DEAD",
         DeviceFault = 2 => "DEVICE_FAULT",
