@@ -1,11 +1,12 @@
 //! Prints the module graph of each crate: `cargo run -p ringsight-layers [PACKAGE [FROM TO]]`.
 //!
-//! Without arguments a line a crate, with one its arrows, with three every place behind one arrow.
+//! Without arguments a line a crate; with a package its arrows at the root, its circles and the arrows of each circle;
+//! with `FROM` and `TO` every place behind one arrow. Both are children of one module, at the root or deeper (`plan::table`).
 
 use std::path::Path;
 
 use anyhow::Result;
-use ringsight_layers::{Graph, crates};
+use ringsight_layers::{Graph, Module, crates};
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -20,20 +21,34 @@ fn main() -> Result<()> {
                 graph.arrows.len(),
                 graph.largest_circle()
             ),
-            [package, rest @ ..] if *package == one.name => {
+            [package] if *package == one.name => {
                 for ((from, to), places) in graph.siblings(&[]) {
-                    match rest {
-                        [first, second] if (first.as_str(), second.as_str()) != (from, to) => {}
-                        [_, _] => places.iter().for_each(|place| println!("{place}")),
-                        _ => println!("{from} -> {to} ({})", places.len()),
-                    }
+                    println!("{from} -> {to} ({})", places.len());
                 }
                 for circle in graph.circles() {
                     println!("{circle}");
+                    let in_circle = |name: &str| circle.members.contains(name);
+                    for ((from, to), places) in graph.siblings(&circle.parent) {
+                        if in_circle(from) && in_circle(to) {
+                            println!("    {from} -> {to} ({})", places.len());
+                        }
+                    }
+                }
+            }
+            [package, from, to] if *package == one.name => {
+                let (from, to): (Module, Module) = (path(from), path(to));
+                for arrow in &graph.arrows {
+                    if arrow.from.starts_with(&from) && arrow.to.starts_with(&to) {
+                        println!("{arrow}");
+                    }
                 }
             }
             _ => {}
         }
     }
     Ok(())
+}
+
+fn path(written: &str) -> Module {
+    written.split("::").map(str::to_owned).collect()
 }
