@@ -2,10 +2,11 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use ringsight_comm_base::sync::lock;
 use ringsight_records::{
     Description, Waits,
     description::Time,
-    pages::{CAPTURED, CAPTURED_BITS, Pages},
+    pages::{CAPTURED, Pages},
     prefetch::ask_for,
 };
 
@@ -13,35 +14,6 @@ use super::{
     RECORDS,
     shared::{self, Shared},
 };
-
-/// Free slots of the table of captured operations, with each slot's generation.
-#[derive(Debug)]
-pub(super) struct CapturedSlots {
-    free: Vec<u16>,
-    generations: Vec<u32>,
-}
-
-impl CapturedSlots {
-    pub(super) fn new(entries: usize) -> Self {
-        // Popped from the end: low slots first.
-        Self {
-            free: (0..entries as u16).rev().collect(),
-            generations: vec![0; entries],
-        }
-    }
-
-    fn take(&mut self) -> Option<u32> {
-        let slot = self.free.pop()?;
-        let generation = &mut self.generations[usize::from(slot)];
-        *generation = generation.wrapping_add(1) & (u32::MAX >> (CAPTURED_BITS + 1));
-        Some(CAPTURED | *generation << CAPTURED_BITS | u32::from(slot))
-    }
-
-    fn give_back(&mut self, op: u32) {
-        let slot = op & ((1 << CAPTURED_BITS) - 1);
-        self.free.push(slot as u16);
-    }
-}
 
 /// The next number of a counter that skips 0 and stays below [`CAPTURED`].
 fn next(counter: &AtomicU32) -> u32 {
@@ -97,12 +69,7 @@ pub fn next_captured_op() -> u32 {
     let Some(shared) = shared::current() else {
         return next_op();
     };
-    if let Some(op) = shared
-        .captured
-        .lock()
-        .unwrap_or_else(std::sync::PoisonError::into_inner)
-        .take()
-    {
+    if let Some(op) = lock(&shared.captured).take() {
         return op;
     }
     shared
@@ -119,11 +86,7 @@ pub fn release_captured_op(op: u32) {
         return;
     }
     if let Some(shared) = shared::current() {
-        shared
-            .captured
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-            .give_back(op);
+        lock(&shared.captured).give_back(op);
     }
 }
 
@@ -167,19 +130,6 @@ pub fn set_waits(op: u32, waits: Waits, ns: u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn captured_slots_come_back_with_another_generation() {
-        let mut slots = CapturedSlots::new(2);
-        let (a, b) = (slots.take().unwrap(), slots.take().unwrap());
-        assert_eq!(slots.take(), None);
-        assert_ne!(a & 0xfff, b & 0xfff);
-        slots.give_back(a);
-        let c = slots.take().unwrap();
-        assert_eq!(a & 0xfff, c & 0xfff);
-        assert_ne!(a, c);
-        assert_eq!(c & CAPTURED, CAPTURED);
-    }
 
     #[test]
     fn numbers_skip_zero_and_the_captured_bit() {

@@ -11,15 +11,44 @@ use std::{
 };
 
 use ringsight_comm_base::{env, fork, process, sync::AtLeastOnce, sys};
-use ringsight_records::pages::{Geometry, Header, MEMFD_NAME, Pages};
-
-use super::numbers::CapturedSlots;
+use ringsight_records::pages::{CAPTURED, CAPTURED_BITS, Geometry, Header, MEMFD_NAME, Pages};
 
 /// Version number that `ncclGetVersion` gives: 2.28.9.
 pub const LIBRARY_VERSION: u32 = 22809;
 /// The same as text, in the words that every release of NCCL has among its constants: tools tell a library file's version
 /// by it where no process runs it yet.
 pub static VERSION_BANNER: &str = "NCCL version 2.28.9";
+
+/// Free slots of the table of captured operations, with each slot's generation.
+#[derive(Debug)]
+pub(super) struct CapturedSlots {
+    free: Vec<u16>,
+    generations: Vec<u32>,
+}
+
+impl CapturedSlots {
+    fn new(entries: usize) -> Self {
+        // Popped from the end: low slots first.
+        Self {
+            free: (0..entries as u16).rev().collect(),
+            generations: vec![0; entries],
+        }
+    }
+
+    /// A number of a captured operation; `None` if the table is full.
+    pub(super) fn take(&mut self) -> Option<u32> {
+        let slot = self.free.pop()?;
+        let generation = &mut self.generations[usize::from(slot)];
+        *generation = generation.wrapping_add(1) & (u32::MAX >> (CAPTURED_BITS + 1));
+        Some(CAPTURED | *generation << CAPTURED_BITS | u32::from(slot))
+    }
+
+    /// The operation's graph is gone.
+    pub(super) fn give_back(&mut self, op: u32) {
+        let slot = op & ((1 << CAPTURED_BITS) - 1);
+        self.free.push(slot as u16);
+    }
+}
 
 /// The shared pages of this process with what it alone keeps about them. Never freed: a reader of [`CURRENT`] may hold
 /// a reference for as long as it likes.
@@ -146,4 +175,22 @@ fn make() -> io::Result<Shared> {
         captured: Mutex::new(CapturedSlots::new(geometry.captured.1)),
         fd,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn captured_slots_come_back_with_another_generation() {
+        let mut slots = CapturedSlots::new(2);
+        let (a, b) = (slots.take().unwrap(), slots.take().unwrap());
+        assert_eq!(slots.take(), None);
+        assert_ne!(a & 0xfff, b & 0xfff);
+        slots.give_back(a);
+        let c = slots.take().unwrap();
+        assert_eq!(a & 0xfff, c & 0xfff);
+        assert_ne!(a, c);
+        assert_eq!(c & CAPTURED, CAPTURED);
+    }
 }
