@@ -19,8 +19,8 @@ use ringsight_comm_base::error::{Error, ResultCode};
 
 use super::{
     CheckEvent, Entry,
-    finding::{self, Finding},
-    message::{CallsAnswer, CheckMessage},
+    finding::{self, NoticedMismatch},
+    message::{CallsAnswer, CheckMessage, Finding},
 };
 use crate::op::{Call, Identity};
 
@@ -31,19 +31,6 @@ const ANSWER_TIME: Duration = Duration::from_secs(1);
 const FINDING_TIME: Duration = Duration::from_secs(2);
 /// How long a failed connection may turn out to be the consequence of a death, or of a rank that left for its own reason.
 const REASON_TIME: Duration = Duration::from_millis(500);
-
-/// A mismatch as the rank that noticed it knows it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct NoticedMismatch {
-    /// The rank that noticed it.
-    pub(super) by: u32,
-    /// Its operation,
-    pub(super) identity: Identity,
-    /// which came from this call.
-    pub(super) call: Call,
-    /// The tag that it met instead of its own.
-    pub(super) theirs: u32,
-}
 
 /// What a diagnosis needs of its rank.
 pub(super) trait Peers {

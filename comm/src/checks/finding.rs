@@ -1,18 +1,21 @@
-//! From what the ranks called to who is wrong.
+//! The rule that decides, from what the ranks called, which ranks are wrong.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{diagnosis::NoticedMismatch, message::CallsAnswer};
+use super::message::{CallsAnswer, Finding};
 use crate::op::{Call, Identity};
 
-/// Who called what.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Finding {
-    /// Names the ranks and their calls.
-    pub(super) text: String,
-    /// The ranks that did not call what most ranks called, in rank order. If no call has the most ranks, nobody can say
-    /// which is wrong: then all ranks that called the operation.
-    pub(super) wrong: Vec<u32>,
+/// A mismatch as the rank that noticed it knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct NoticedMismatch {
+    /// The rank that noticed it.
+    pub(super) by: u32,
+    /// Its operation,
+    pub(super) identity: Identity,
+    /// which came from this call.
+    pub(super) call: Call,
+    /// The tag that it met instead of its own.
+    pub(super) theirs: u32,
 }
 
 /// Ranks that made the same call.

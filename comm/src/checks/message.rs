@@ -1,9 +1,6 @@
 //! Control messages between checks. The parser refuses everything that [`CheckMessage::encode`] does not write.
 
-use super::{
-    finding::Finding,
-    wire::{self, Rest, put_identity},
-};
+use super::wire::{self, Rest, put_identity};
 use crate::op::{Call, Identity};
 
 /// First four bytes: "RSCK".
@@ -33,6 +30,16 @@ pub(super) struct CallsAnswer {
     pub(super) calls: Vec<(u64, Call)>,
     /// With the tag that was asked for.
     pub(super) tagged: Option<(Identity, Call)>,
+}
+
+/// Who called what.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Finding {
+    /// Names the ranks and their calls.
+    pub(super) text: String,
+    /// The ranks that did not call what most ranks called, in rank order. If no call has the most ranks, nobody can say
+    /// which is wrong: then all ranks that called the operation.
+    pub(super) wrong: Vec<u32>,
 }
 
 fn call(rest: &mut Rest<'_>) -> Option<Call> {

@@ -42,8 +42,7 @@ use ringsight_comm_base::{error::Error, sync::lock, threads};
 use calls::Calls;
 pub(crate) use calls::Entry;
 use diagnosis::{Diagnosis, Failure, Peers};
-use finding::Finding;
-use message::{CallsAnswer, CheckMessage};
+use message::{CallsAnswer, CheckMessage, Finding};
 
 use crate::op::{Call, Identity};
 
