@@ -15,7 +15,7 @@ use super::{
 use crate::{
     op::{Request, Stream},
     plan::{
-        limits::Limits,
+        environment,
         table::{Query, WindowSupport, explain},
     },
 };
@@ -97,7 +97,7 @@ unsafe fn read(asked: &Explain) -> Result<(Query, usize)> {
                 ..0 => WindowSupport::Unknown,
                 _ => WindowSupport::Reach,
             },
-            limits: Limits::from_environment(asked.zero_cta != 0)?,
+            limits: environment::limits(asked.zero_cta != 0)?,
         },
         channels,
     ))

@@ -8,7 +8,11 @@ use ringsight_kernels::fifo::SLOTS;
 use ringsight_records::Algorithm;
 
 use super::config::{Config, MAX_CHANNELS};
-use crate::{device, op::WORK_FIFO_DEPTH, plan::limits::Limits};
+use crate::{
+    device,
+    op::WORK_FIFO_DEPTH,
+    plan::{environment, limits::Limits},
+};
 
 const DEFAULT_CHANNELS: u32 = 2;
 /// `NCCL_CTA_POLICY_ZERO`.
@@ -78,7 +82,7 @@ impl Proposal {
             work_fifo_depth: depth.clamp(2, 1 << 20) as u64,
             share,
             one_shot: device::device()?.runs(Algorithm::OneShot),
-            limits: Limits::from_environment(config.cta_policy == ZERO_CTA)?,
+            limits: environment::limits(config.cta_policy == ZERO_CTA)?,
         })
     }
 

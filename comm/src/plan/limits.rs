@@ -1,7 +1,6 @@
-//! Limits that the ranks' environments set on [the table](super::table). The ranks of a communicator exchange theirs and use the strictest
+//! Limits that the ranks' environments set on the table of algorithms ([`super::environment`] reads them). The ranks of a communicator exchange theirs and use the strictest
 //! ([`Limits::and`]), so all of them choose alike.
 
-use ringsight_comm_base::{env, error::Result};
 use ringsight_records::{Algorithm, Function};
 
 use super::allowed::Allowed;
@@ -59,33 +58,6 @@ impl Default for Limits {
 impl Limits {
     /// Bytes of [`Limits::to_bytes`].
     pub(crate) const BYTES: usize = 40 + Allowed::BYTES;
-
-    /// The limits of this rank's environment; `zero_cta`: its `CTAPolicy` is zero.
-    ///
-    /// # Errors
-    /// A variable with an impossible value.
-    pub(crate) fn from_environment(zero_cta: bool) -> Result<Self> {
-        let may_zero_copy = !env::switch("NCCL_P2P_DIRECT_DISABLE", false);
-        let zero_copy_bytes = env::number("RINGSIGHT_STRAIGHT_BYTES")?;
-        // Copy engines, too, write into callers' buffers.
-        let copy_engine_bytes = |name| -> Result<Option<u64>> {
-            let bytes: Option<u64> = env::number(name)?;
-            Ok(bytes.or((!may_zero_copy).then_some(u64::MAX)))
-        };
-        let limits = Self {
-            zero_copy_bytes: if may_zero_copy {
-                zero_copy_bytes
-            } else {
-                Some(u64::MAX)
-            },
-            push_bytes: env::number("RINGSIGHT_PUSH_BYTES")?.unwrap_or(PUSH_BYTES),
-            copy_engine_bytes: copy_engine_bytes("RINGSIGHT_ENGINE_BYTES")?.unwrap_or(COPY_ENGINE_BYTES),
-            copy_engine_reduce_bytes: copy_engine_bytes("RINGSIGHT_ENGINE_REDUCE_BYTES")?,
-            tile_bytes: env::number("RINGSIGHT_ENGINE_PIECE_BYTES")?.unwrap_or(TILE_BYTES),
-            allowed: Allowed::from_environment()?,
-        };
-        Ok(if zero_cta { limits.with_zero_cta() } else { limits })
-    }
 
     /// The same for a rank whose `CTAPolicy` is zero: copy engines do all that they can at any size, unless they may do nothing.
     #[must_use]

@@ -17,9 +17,10 @@
 //! least-loaded channel picker, whose loads begin anew with each plan, would give different answers. AlltoAll, Gather and
 //! Scatter are made of messages and drain with them; one of them may have messages in several plans.
 
-pub(crate) mod allowed;
+mod allowed;
 mod capabilities;
 pub(crate) mod channels;
+pub(crate) mod environment;
 pub(crate) mod estimate;
 mod layout;
 pub(crate) mod limits;
