@@ -278,7 +278,11 @@ impl Making<'_> {
             &topology,
             &rings,
             &peers_ended_well,
-            device_fifos.as_ref(),
+            || {
+                if let Some(fifos) = &device_fifos {
+                    fifos.leave_unused();
+                }
+            },
             most,
         )
         .inspect_err(|_| membership.leave(&connector))?;

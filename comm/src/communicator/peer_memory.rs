@@ -20,7 +20,6 @@ use ringsight_kernels::{
     cuda::peer_memory::{self, MAX_PEERS, MESSAGE_COUNTS, PeerHeader, PreviousRing, are_messages_received},
 };
 
-use super::device_fifos::DeviceFifos;
 use crate::{
     bootstrap::Bootstrap,
     buffer_exchange::ImportedBuffers,
@@ -228,9 +227,9 @@ fn agree<T>(
 }
 
 /// Makes the memory and reaches that of the others, or says why any rank cannot. All ranks call it, and all get the same answer.
-/// With it comes where mappings of callers' memory are kept, which lives as long. `ended_well` is to be set when nobody writes there any more.
-/// Where all ranks fail it is set here, and `device_fifos` are told that nobody writes there either. `most`: the most blocks that a kernel of this
-/// rank may have (`maxCTAs`); the least of all ranks' holds.
+/// With the memory comes the place where mappings of callers' memory are kept; it lives as long. The caller sets `ended_well` when nobody writes
+/// there any more. Where all ranks fail, this function sets it, and calls `unused`. `most`: the most blocks that a kernel of this rank may have
+/// (`maxCTAs`); the least of all ranks' holds.
 ///
 /// # Errors
 /// Of the bootstrap network; on all ranks, if one has not enough memory.
@@ -239,7 +238,7 @@ pub(super) fn connect(
     topology: &Topology,
     rings: &[Option<RingConnections>],
     ended_well: &Arc<AtomicBool>,
-    device_fifos: Option<&DeviceFifos>,
+    unused: impl Fn(),
     most: Option<u32>,
 ) -> Result<Together<(Arc<PeerMemory>, Arc<ImportedBuffers>)>> {
     let (rank, ranks) = (bootstrap.rank(), bootstrap.ranks());
@@ -255,13 +254,11 @@ pub(super) fn connect(
     let device = &**device()?;
     let bytes = peer_memory::bytes(ranks as usize);
     let own = make(device, topology, rings, bytes);
-    let unused = || {
+    let leave_unused = || {
         ended_well.store(true, Ordering::Relaxed);
-        if let Some(fifos) = device_fifos {
-            fifos.leave_unused();
-        }
+        unused();
     };
-    let (own, handles) = match agree(bootstrap, own, |share| share.handle.clone(), unused)? {
+    let (own, handles) = match agree(bootstrap, own, |share| share.handle.clone(), leave_unused)? {
         Ok(agreed) => agreed,
         Err(apart) => return Ok(Err(apart)),
     };
@@ -285,7 +282,7 @@ pub(super) fn connect(
         blocks.to_le_bytes().to_vec()
     };
     // Nobody writes before all have reached all; where not all do, nobody does.
-    let (all, blocks) = match agree(bootstrap, all, blocks, unused)? {
+    let (all, blocks) = match agree(bootstrap, all, blocks, leave_unused)? {
         Ok(agreed) => agreed,
         Err(apart) => {
             ended_well.store(true, Ordering::Relaxed);
