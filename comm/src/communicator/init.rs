@@ -7,7 +7,6 @@ use ringsight_comm_base::{
     fork, log,
     sync::lock,
 };
-use ringsight_kernels::PeerMemory;
 use ringsight_records::{Kind, State, pages};
 
 use super::{
@@ -15,7 +14,7 @@ use super::{
     lifecycle::Lifecycle,
     losses::{self, Losses},
     negotiation::{NegotiatedParameters, Proposal},
-    peer_memory,
+    peer_memory::{self, devices_near},
     reduce_ops::ReduceOps,
     sequence::Sequences,
     shared_proxy::{Membership, SharedProxy},
@@ -85,12 +84,6 @@ fn hear(
         inbox_sender.control(from, bytes);
         also(from, bytes);
     }));
-}
-
-/// Devices of the other ranks of this process.
-pub(super) fn devices_near(topology: &Topology, peers: &PeerMemory) -> Vec<i32> {
-    let others = (0..topology.ranks()).filter(|rank| *rank != peers.rank && !peers.is_foreign(*rank));
-    others.map(|rank| topology.info(rank).device).collect()
 }
 
 /// The checks of a rank whose control messages go over `bootstrap`; what they find ends up in `life`.

@@ -156,6 +156,12 @@ impl From<DeviceError> for Cannot {
     }
 }
 
+/// Devices of the other ranks of this process.
+pub(super) fn devices_near(topology: &Topology, peers: &PeerMemory) -> Vec<i32> {
+    let others = (0..topology.ranks()).filter(|rank| *rank != peers.rank && !peers.is_foreign(*rank));
+    others.map(|rank| topology.info(rank).device).collect()
+}
+
 /// What a rank says of itself: 0 and its bytes, or why it cannot.
 fn encode(mine: std::result::Result<Vec<u8>, &Cannot>) -> Vec<u8> {
     match mine.map_err(Cannot::text) {

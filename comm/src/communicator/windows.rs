@@ -27,7 +27,7 @@ use ringsight_kernels::{
 };
 use ringsight_records::Function;
 
-use super::{Communicator, init::devices_near};
+use super::{Communicator, peer_memory::devices_near};
 use crate::{
     checks::wire::Rest,
     device::Device,
