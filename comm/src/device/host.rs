@@ -19,6 +19,7 @@ use std::{
     time::Duration,
 };
 
+use ringsight_comm_base::sync::lock;
 use ringsight_kernels::{Launch, host::Kernel};
 use ringsight_records::{Algorithm, DeviceClock};
 
@@ -26,7 +27,7 @@ use self::{
     capture::Capturing,
     graph::{Action, Destructor, External, Instance, Step},
     state::{CURRENT, EventState, FIRST_HANDLE, State, unknown, usage},
-    worker::{Point, Worker, in_callback, lock},
+    worker::{Point, Worker, in_callback},
 };
 use super::{
     Capture, Counter, Device, DeviceError, End, Event, Graph, GraphExec, HostFunction, Journal, Launcher,

@@ -9,9 +9,10 @@ use std::{
     },
 };
 
+use ringsight_comm_base::sync::lock;
 use ringsight_kernels::host;
 
-use super::worker::{Outcome, Point, Worker, callback, contained, lock};
+use super::worker::{Outcome, Point, Worker, callback, contained};
 use crate::device::{Counter, HostFunction, Journal, Result};
 
 /// One operation in a stream or one node of a graph.

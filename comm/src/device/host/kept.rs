@@ -3,8 +3,7 @@
 
 use std::{collections::BTreeMap, fs, sync::Mutex, time::Duration};
 
-use super::worker::lock;
-use ringsight_comm_base::fork::PerProcess;
+use ringsight_comm_base::{fork::PerProcess, sync::lock};
 
 #[derive(Default)]
 struct Threads {

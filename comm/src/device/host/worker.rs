@@ -4,10 +4,12 @@ use std::{
     cell::Cell,
     collections::VecDeque,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Condvar, Mutex, PoisonError},
     thread,
     time::Instant,
 };
+
+use ringsight_comm_base::sync::lock;
 
 use super::kept::Runs;
 use crate::device::{DeviceError, Progress, Result};
@@ -17,11 +19,6 @@ pub(super) type Outcome = std::result::Result<(), String>;
 
 /// One entry of a worker's queue.
 pub(super) type Task = Box<dyn FnOnce() -> Outcome + Send>;
-
-/// Locks, also where a thread panicked: every state behind the device's locks is whole between statements.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 thread_local! {
     static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
