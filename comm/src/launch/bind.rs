@@ -21,7 +21,7 @@ use super::{
     LaunchContext,
     announce::{Described, announce},
     pool::{PooledPlan, is_cacheable},
-    submitted::ReadyPlan,
+    ready::ReadyPlan,
 };
 use crate::{
     checks,

@@ -19,6 +19,7 @@ mod context;
 mod order;
 mod pool;
 mod posting;
+mod ready;
 mod stuck;
 mod submitted;
 mod transaction;

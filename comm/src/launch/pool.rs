@@ -13,7 +13,7 @@ use ringsight_comm_base::error::Result;
 use ringsight_kernels::{ChannelWork, Launch, Observer, Work};
 use ringsight_records::prefetch::ask_for_bytes;
 
-use super::submitted::{ReadyPlan, SubmittedPlan};
+use super::ready::{ReadyPlan, SubmittedPlan};
 use crate::{
     op::{Method, OpInfo, Request, Task},
     progress::{Contents, OpState, PlanObserver},

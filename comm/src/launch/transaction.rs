@@ -8,7 +8,7 @@ use ringsight_kernels::Launch;
 use super::{
     LaunchContext, SubmittedPlans,
     bind::BoundPlan,
-    submitted::{ReadyPlan, SubmittedPlan},
+    ready::{ReadyPlan, SubmittedPlan},
 };
 use crate::{
     checks,
