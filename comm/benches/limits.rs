@@ -35,7 +35,7 @@ use std::{
 use ringsight_comm::{
     abi::{self, UniqueIdBytes},
     communicator::Handle,
-    device::{Device, GraphExec, Stream, device},
+    device::{GraphExec, Runtime, Stream, runtime},
     error::ResultCode,
     observe::now_ns,
 };
@@ -281,7 +281,7 @@ struct Worker {
     rank: usize,
     comm: Handle,
     stream: Stream,
-    device: &'static Arc<dyn Device>,
+    device: &'static Arc<dyn Runtime>,
     flags: Flags,
     /// The last value of the flags.
     turn: u64,
@@ -304,7 +304,7 @@ impl Worker {
             // Before there are other threads, which inherit it.
             pin(rank);
         }
-        let device = device().expect("host device");
+        let device = runtime().expect("host device");
         let mut comm = Handle(0);
         // SAFETY: a valid place.
         ok(unsafe { abi::ncclCommInitRank(&raw mut comm, ranks as c_int, id, rank as c_int) });

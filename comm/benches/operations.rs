@@ -10,7 +10,7 @@ use criterion::{BenchmarkId, Criterion, Throughput};
 use ringsight_comm::{
     abi::{self, UniqueIdBytes},
     communicator::Handle,
-    device::device,
+    device::runtime,
     error::ResultCode,
 };
 
@@ -32,7 +32,7 @@ fn all_reduce(bytes: usize, rounds: u64) -> Duration {
             .map(|rank| {
                 let barrier = &barrier;
                 scope.spawn(move || {
-                    let device = device().expect("host device");
+                    let device = runtime().expect("host device");
                     let mut comm = Handle(0);
                     // SAFETY: a valid place.
                     ok(unsafe { abi::ncclCommInitRank(&raw mut comm, RANKS as c_int, id, rank as c_int) });

@@ -26,7 +26,7 @@ use std::{
 use ringsight_comm::{
     abi::{self, UniqueIdBytes},
     communicator::Handle,
-    device::{Stream, device},
+    device::{Stream, runtime},
     error::ResultCode,
 };
 
@@ -74,7 +74,7 @@ fn thread_time() -> Duration {
 
 /// Nanoseconds of a call: the mean of a batch, on a stream that is held meanwhile.
 fn batch(comm: Handle, stream: Stream, data: &mut [f32]) -> f64 {
-    let device = device().expect("host device");
+    let device = runtime().expect("host device");
     let (open, gate) = mpsc::channel::<()>();
     let gate = Mutex::new(gate);
     device
@@ -132,7 +132,7 @@ fn destroy(comms: impl IntoIterator<Item = Handle>) {
 fn main() {
     // SAFETY: no other thread runs yet.
     unsafe { env::set_var("RINGSIGHT_DEVICE", "host") };
-    let device = device().expect("host device");
+    let device = runtime().expect("host device");
     let stream = device.stream_create().expect("stream");
     let [on, off] = [true, false].map(communicator);
     let mut data = [1f32; 2];

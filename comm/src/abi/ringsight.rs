@@ -12,21 +12,14 @@ use std::{
 use ringsight_comm_base::error::{Error, ResultCode};
 
 use super::set_last_error;
-use crate::device::{Device, DeviceError, Event, Graph, GraphExec, Progress, Result, Stream, device};
+use crate::device::{DeviceError, Event, Graph, GraphExec, Progress, Result, Runtime, Stream, runtime};
 
 /// A function of [`ringsightLaunchHostFunc`].
 type HostFn = Option<unsafe extern "C" fn(*mut c_void)>;
 
 /// Runs a call on the host device. Anything but success leaves its text for `ncclGetLastError`.
-fn call(name: &str, body: impl FnOnce(&dyn Device) -> Result<ResultCode>) -> ResultCode {
-    let outcome = catch_unwind(AssertUnwindSafe(|| {
-        let device = device()?;
-        if device.name() != "host" {
-            let text = format!("the device is {}: use its own interface", device.name());
-            return Err(DeviceError::InvalidUsage(text));
-        }
-        body(&**device)
-    }));
+fn call(name: &str, body: impl FnOnce(&dyn Runtime) -> Result<ResultCode>) -> ResultCode {
+    let outcome = catch_unwind(AssertUnwindSafe(|| body(&**runtime()?)));
     let failure = match outcome {
         Ok(Ok(code)) => return code,
         // With the CUDA device named but not usable these functions have nothing to work on.

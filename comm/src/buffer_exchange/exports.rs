@@ -5,7 +5,7 @@ use std::{collections::HashMap, ops::Range, sync::Arc};
 use ringsight_kernels::{ExportedBuffer, cuda::peer_memory::MAX_EXPORTS};
 
 use super::log_not_exported;
-use crate::device::{Device, Piece};
+use crate::device::{Device, VmmChunk};
 
 /// An exported buffer.
 #[derive(Clone, Debug)]
@@ -13,7 +13,7 @@ pub(super) enum Export {
     /// An allocation, as the driver numbers it.
     Whole { id: u64, start: usize },
     /// Pieces that are mapped one behind the other, at least one.
-    Pieces(Arc<[Piece]>),
+    Pieces(Arc<[VmmChunk]>),
 }
 
 impl Export {
@@ -31,8 +31,8 @@ impl Export {
                 .allocation(*start, 1, number)
                 .is_some_and(|here| here.id == *id),
             Self::Pieces(pieces) => {
-                let is_here = |piece: &Piece| {
-                    let here = device.pieces(piece.start, 1, number, &[]);
+                let is_here = |piece: &VmmChunk| {
+                    let here = device.vmm_chunks(piece.start, 1, number, &[]);
                     here.is_some_and(|here| here == [*piece])
                 };
                 pieces.iter().any(is_here)
@@ -53,7 +53,7 @@ impl Export {
             return false;
         };
         let is_within = range.start <= address && address.saturating_add(bytes) <= range.end;
-        let here = || device.pieces(address, bytes, number, &[]);
+        let here = || device.vmm_chunks(address, bytes, number, &[]);
         is_within && here().is_some_and(|here| pieces.windows(here.len()).any(|some| some == here))
     }
 }

@@ -25,9 +25,9 @@ pub(super) enum Message {
 /// How an exported buffer is opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum ExportHandle {
-    /// By a handle ([`Device::reach_share`](crate::device::Device::reach_share)).
+    /// By a handle ([`Sharing::import_shared`](crate::device::Sharing::import_shared)).
     Whole(Vec<u8>),
-    /// By a handle and descriptors of pieces of these lengths ([`Device::reach_pieces`](crate::device::Device::reach_pieces)).
+    /// By a handle and descriptors of pieces of these lengths ([`Sharing::import_vmm_chunks`](crate::device::Sharing::import_vmm_chunks)).
     Pieces {
         handle: Vec<u8>,
         sizes: Vec<u64>,

@@ -70,7 +70,7 @@ pub(crate) use self::{
 };
 use crate::{
     checks::Post,
-    device::{self, Device, Piece, Reached},
+    device::{self, Device, ImportedMemory, VmmChunk},
 };
 
 /// How often a rank looks whether its exported buffers still exist, and tries failed imports again.
@@ -148,7 +148,7 @@ impl Shared {
         let start = allocation.start;
         let number = own.place(start)?;
         let handle = device
-            .export(start)
+            .export_allocation(start)
             .inspect_err(|error| log_not_exported(start, error))
             .ok()?;
         own.by_id.insert(allocation.id, number as u32);
@@ -184,7 +184,7 @@ impl Shared {
         (address, bytes): (usize, usize),
         ticket: impl FnOnce() -> io::Result<Ticket>,
     ) {
-        let Some(pieces) = device.pieces(address, bytes, self.device, &self.near) else {
+        let Some(pieces) = device.vmm_chunks(address, bytes, self.device, &self.near) else {
             // It cannot be exported as a whole either, or it has been.
             if device.allocation(address, bytes, self.device).is_none() {
                 log_not_exported(
@@ -197,8 +197,8 @@ impl Shared {
         let start = pieces[0].start;
         // If one can be exported, so can the others: the driver has said of each that it may be.
         let handle = device
-            .export_piece(&pieces[0])
-            .and_then(|_| device.export_pieces(start));
+            .export_vmm_chunk(&pieces[0])
+            .and_then(|_| device.export_vmm_range(start));
         let handle = handle.inspect_err(|error| log_not_exported(start, error));
         let ticket = ticket().inspect_err(|error| log_not_exported(start, error));
         let (Ok(handle), Ok(ticket)) = (handle, ticket) else {
@@ -219,7 +219,7 @@ impl Shared {
     }
 
     /// The pieces that were exported under a number, if they are still the same.
-    fn pieces(&self, number: u32, generation: u32) -> Option<Arc<[Piece]>> {
+    fn pieces(&self, number: u32, generation: u32) -> Option<Arc<[VmmChunk]>> {
         let own = lock(&self.own);
         let number = number as usize;
         match own.entries.get(number)? {
@@ -301,27 +301,27 @@ impl Shared {
             return Ok(());
         };
         let ranks = self.bases.len();
-        let Reached { base, memory, .. } = match &import.access {
-            ExportHandle::Whole(handle) => device.reach_share(handle)?,
+        let ImportedMemory { base, memory, .. } = match &import.access {
+            ExportHandle::Whole(handle) => device.import_shared(handle)?,
             ExportHandle::Pieces {
                 handle,
                 sizes,
                 ticket,
             } => {
                 let mut fetch = Fetch::begin(ticket, number, generation, &self.ending)?;
-                device.reach_pieces(handle, sizes, &mut || fetch.next())?
+                device.import_vmm_chunks(handle, sizes, &mut || fetch.next())?
             }
         };
         let mut bytes = base.to_le_bytes().to_vec();
         bytes.extend(u64::from(generation).to_le_bytes());
         // Where it is before that it is: each call returns when that is done.
-        device.write_share(
+        device.write_shared(
             self.bases[self.rank as usize] + imported_offset(ranks, from, number) as u64,
             &bytes,
         )?;
         let memory = ImportedBuffer::new(generation, base, memory);
         lock(&imported).insert((from, number), Arc::new(memory));
-        device.write_share(self.imported_at(from, number), &generation.to_le_bytes())?;
+        device.write_shared(self.imported_at(from, number), &generation.to_le_bytes())?;
         tracing::info!(target: log::INIT, "Mapped memory {number} (generation {generation}) of rank {from}");
         Ok(())
     }
@@ -368,7 +368,7 @@ impl Shared {
                 if let Some(imported) = self.imported.upgrade() {
                     // From here on nobody is told that it is mapped, by replays of graphs neither. Who has been told is waited for where it is
                     // closed. If the device fails, nothing runs any more.
-                    let _ = device.write_share(self.imported_at(from, number), &0u32.to_le_bytes());
+                    let _ = device.write_shared(self.imported_at(from, number), &0u32.to_le_bytes());
                     lock(&imported).remove(&(from, number));
                 }
             }

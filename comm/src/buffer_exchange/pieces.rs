@@ -23,7 +23,7 @@ use crate::{
         unix::{self, Socket},
     },
     checks::wire::Rest,
-    device::{self, Device, DeviceError, Piece, Result},
+    device::{self, Device, DeviceError, Result, VmmChunk},
 };
 
 /// First four bytes of a request.
@@ -122,7 +122,7 @@ fn receive(socket: &Socket, ending: &AtomicBool) -> io::Result<(Vec<u8>, Option<
 }
 
 /// Gives the pieces that were exported under a number and a generation.
-pub(super) type Find = Box<dyn Fn(u32, u32) -> Option<Arc<[Piece]>> + Send>;
+pub(super) type Find = Box<dyn Fn(u32, u32) -> Option<Arc<[VmmChunk]>> + Send>;
 
 /// The thread that answers. Dropping it ends it.
 pub(super) struct PieceServer {
@@ -235,7 +235,7 @@ impl Server {
             return send(client, b"\0it is shown no longer", None, &self.ending);
         };
         for piece in &*pieces {
-            match device.export_piece(piece) {
+            match device.export_vmm_chunk(piece) {
                 Ok(fd) => send(client, &[HERE], Some(&fd), &self.ending)?,
                 Err(error) => {
                     let text = [&[0], error.to_string().as_bytes()].concat();

@@ -14,7 +14,7 @@ use ringsight_kernels::fifo::{PRODUCER_BYTES, is_drained};
 use super::peer_memory::{self, Memory, p2p_disabled};
 use crate::{
     bootstrap::Bootstrap,
-    device::{Device, DeviceError, Reached, device},
+    device::{Device, DeviceError, ImportedMemory, device},
     topology::{ProcessDevice, Topology},
     transport::arena::{Arena, Layout},
 };
@@ -116,11 +116,11 @@ pub(super) fn connect(
 }
 
 /// This rank's piece; or why there is none.
-fn make(device: &dyn Device, layout: Option<Layout>) -> std::result::Result<crate::device::Share, ()> {
+fn make(device: &dyn Device, layout: Option<Layout>) -> std::result::Result<crate::device::SharedMemory, ()> {
     let why = match layout {
         _ if p2p_disabled() => "NCCL_P2P_DISABLE is set".to_owned(),
         None => "no other rank of this node, or buffers are too long".to_owned(),
-        Some(layout) => match device.share(layout.bytes()) {
+        Some(layout) => match device.allocate_shared(layout.bytes()) {
             Ok(Some(share)) => return Ok(share),
             Ok(None) => format!("the {} device shares no memory", device.name()),
             Err(error @ DeviceError::Resource(_)) => {
@@ -138,8 +138,8 @@ fn reach(device: &dyn Device, rank: u32, handle: &[u8], memory: &mut Memory) -> 
     if handle.is_empty() {
         return None;
     }
-    match device.reach_share(handle) {
-        Ok(Reached {
+    match device.import_shared(handle) {
+        Ok(ImportedMemory {
             base,
             is_foreign,
             memory: reached,

@@ -189,7 +189,7 @@ impl Communicator {
             .wait_aborted(GIVE_UP, || self.is_device_lost());
         planner.queue.submitted.clear_pool();
         if let Ok(device) = device()
-            && let Ok(before) = device.mark()
+            && let Ok(before) = device.save_context()
         {
             // Nothing is left to be done about a device that is broken.
             let _ = device.set_current(self.device);

@@ -298,14 +298,14 @@ impl Making<'_> {
         let watch = self.watch(id, bootstrap, &topology, (&checks, inbox_sender), &shared.proxy)?;
         losses.hand_over(&checks, watch.as_deref());
         let journal = (topology.nodes() > 1)
-            .then(|| crate::device::device()?.journal())
+            .then(|| crate::device::device()?.new_journal())
             .transpose()
             .inspect_err(|_| membership.leave(&connector))?;
         let posting = Posting::new(id, (&shared.proxy, &shared.outstanding), &abort, journal);
         // For kernels among peers: all others are no better for it.
         let launcher = peers
             .is_some()
-            .then(|| crate::device::device()?.launcher())
+            .then(|| crate::device::device()?.new_launcher())
             .transpose()
             .inspect_err(|_| membership.leave(&connector))?
             .flatten();

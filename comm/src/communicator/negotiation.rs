@@ -67,7 +67,7 @@ impl Proposal {
             )));
         }
         let depth: usize = number("RINGSIGHT_WORK_FIFO_DEPTH")?.unwrap_or(WORK_FIFO_DEPTH);
-        let near = device::device()?.near_channels().unwrap_or(0);
+        let near = device::device()?.min_p2p_channels().unwrap_or(0);
         Ok(Self {
             device_fifo_channels: match config.min_channels {
                 Some(min) if near > 0 => min.clamp(1, MAX_CHANNELS),
@@ -75,13 +75,13 @@ impl Proposal {
             },
             min_channels: match config.min_channels {
                 Some(min) => min.clamp(1, MAX_CHANNELS),
-                None => device::device()?.channels(),
+                None => device::device()?.min_channels(),
             },
             max_channels: config.max_channels.unwrap_or(MAX_CHANNELS).clamp(1, MAX_CHANNELS),
             slot_bytes: (buffer / SLOTS).next_multiple_of(64) as u64,
             work_fifo_depth: depth.clamp(2, 1 << 20) as u64,
             share,
-            one_shot: device::device()?.runs(Algorithm::OneShot),
+            one_shot: device::device()?.supports(Algorithm::OneShot),
             limits: environment::limits(config.cta_policy == ZERO_CTA)?,
         })
     }

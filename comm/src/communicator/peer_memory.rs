@@ -23,7 +23,7 @@ use ringsight_kernels::{
 use crate::{
     bootstrap::Bootstrap,
     buffer_exchange::ImportedBuffers,
-    device::{Device, DeviceError, Share, device},
+    device::{Device, DeviceError, SharedMemory, device},
     topology::Topology,
     transport::RingConnections,
 };
@@ -70,7 +70,7 @@ pub(super) fn settle(
     let mut told = vec![0; bytes];
     let deadline = Instant::now() + SETTLE;
     loop {
-        if device.read_share(base, &mut told).is_err() {
+        if device.read_shared(base, &mut told).is_err() {
             return false;
         }
         let taken = is_taken(&told);
@@ -337,7 +337,7 @@ pub(super) fn reach_all(
             all.bases.push(base);
             continue;
         }
-        let reached = device.reach_share(handle);
+        let reached = device.import_shared(handle);
         let reached =
             reached.map_err(|error| Cannot::from(error).within(&format!("that of rank {other}")))?;
         all.bases.push(reached.base);
@@ -355,12 +355,12 @@ fn make(
     topology: &Topology,
     rings: &[Option<RingConnections>],
     bytes: usize,
-) -> std::result::Result<Share, Cannot> {
+) -> std::result::Result<SharedMemory, Cannot> {
     if p2p_disabled() {
         return Err(Cannot::Expected("NCCL_P2P_DISABLE is set".into()));
     }
     let share = device
-        .share(bytes)?
+        .allocate_shared(bytes)?
         .ok_or_else(|| Cannot::Expected(format!("the {} device shares no memory", device.name())))?;
     let mut header = PeerHeader::default();
     for (channel, (before, ring)) in header.rings.iter_mut().zip(rings).enumerate() {
@@ -373,7 +373,7 @@ fn make(
             reserved: 0,
         };
     }
-    device.write_share(share.base, header.bytes())?;
+    device.write_shared(share.base, header.bytes())?;
     Ok(share)
 }
 

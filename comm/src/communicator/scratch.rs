@@ -49,7 +49,7 @@ impl Communicator {
         let tile_bytes = tile_bytes(self.ranks as usize, self.launch.capabilities.limits.tile_bytes);
         let bytes = scratch_bytes(self.ranks as usize, tile_bytes);
         let own = self
-            .on_device(|device| Ok(device.share(usize::try_from(bytes).unwrap_or(usize::MAX))?))
+            .on_device(|device| Ok(device.allocate_shared(usize::try_from(bytes).unwrap_or(usize::MAX))?))
             .map_err(|error| error.text)
             .and_then(|share| share.ok_or_else(|| "the device shares no memory".to_owned()));
         let mine = own.as_ref().map(|share| &*share.handle).map_err(String::as_str);

@@ -345,7 +345,9 @@ impl Communicator {
         }
         let near = devices_near(&self.topology, peers);
         let is_open = device.allocation(buffer.0, buffer.1, self.device).is_some()
-            || device.pieces(buffer.0, buffer.1, self.device, &near).is_some();
+            || device
+                .vmm_chunks(buffer.0, buffer.1, self.device, &near)
+                .is_some();
         is_open.then(ExportedBuffer::default)
     }
 
@@ -383,7 +385,7 @@ impl Communicator {
         if let Some(engines) = self.windows.engines.get() {
             return Ok(engines.clone());
         }
-        let made = self.on_device(|device| Ok(device.engines()?));
+        let made = self.on_device(|device| Ok(device.copy_engine()?));
         let made = made.map_err(|error| error.text)?;
         Ok(self.windows.engines.get_or_init(|| made).clone())
     }

@@ -1,61 +1,56 @@
-//! Memory as a device tells of it: callers', and what it makes for others to reach.
+//! Memory of callers and for callers.
 
-use std::{any::Any, os::fd::OwnedFd};
+use std::any::Any;
 
-/// An allocation of a caller's.
+use super::Result;
+
+/// An allocation that a caller's buffer lies in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Allocation {
-    /// No other ever has this number.
+    /// Unique: no other allocation ever has this number.
     pub id: u64,
-    /// Its address.
+    /// Its start address.
     pub start: usize,
 }
 
-/// A piece of memory that a caller has mapped by pieces (`cuMemMap`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Piece {
-    /// What is mapped there anew has another number.
-    pub id: u64,
-    /// The device whose memory it is.
-    pub device: i32,
-    /// Its address.
-    pub start: usize,
-    /// Its length.
-    pub bytes: usize,
-}
+/// Keeps host memory registered with the device; `None` if the device reaches all memory anyway.
+pub type HostRegistration = Option<Box<dyn Send + Sync>>;
 
-/// Memory of a device that others reach.
-pub struct Share {
-    /// Where it is for kernels of the device that it is on.
-    pub base: u64,
-    /// What others reach it by.
-    pub handle: Vec<u8>,
-    /// Blocks of kernels that the device runs side by side.
-    pub blocks: u32,
-    /// Gives it back, or keeps it for others; to drop it waits for nothing.
-    pub memory: Box<dyn Any + Send + Sync>,
-}
+/// Buffers that operations use, and memory that must not be freed at once.
+pub trait Memory {
+    /// Device memory of `bytes` bytes, aligned to 4096; null for 0 bytes.
+    fn allocate(&self, bytes: usize) -> Result<*mut u8>;
 
-/// Another rank's [`Share`].
-pub struct Reached {
-    /// Where it is for kernels of the current device.
-    pub base: u64,
-    /// The rank is one of another process.
-    pub is_foreign: bool,
-    /// It is on the current device, too.
-    pub is_on_same_device: bool,
-    /// Keeps it reachable, and lets go of it as [`Share::memory`].
-    pub memory: Box<dyn Any + Send + Sync>,
-}
+    /// Frees memory of [`Memory::allocate`]. Null is accepted.
+    fn free(&self, pointer: *mut u8) -> Result<()>;
 
-/// Memory of a device that network devices read and write.
-pub struct Direct {
-    /// Where it is for kernels of the device that it is on.
-    pub base: u64,
-    /// What network devices reach it by, from `base` on.
-    pub dma_buf: OwnedFd,
-    /// What they have written is there for kernels only after [`super::Device::flush_direct`].
-    pub needs_flush: bool,
-    /// Gives it back when dropped, on whatever thread: no call of the driver waits for that.
-    pub memory: Box<dyn Any + Send + Sync>,
+    /// Fails if kernels of device number `device` cannot use what is at `address`, as far as that can be told without a fault.
+    /// `accept_unknown`: accept addresses of which the driver knows nothing, since they may be mapped by the time that kernels run.
+    fn check_buffer(&self, _address: usize, _device: i32, _accept_unknown: bool) -> Result<()> {
+        Ok(())
+    }
+
+    /// The allocation of a buffer, if it is memory of device `device` that reaches as far as [`Sharing::import_shared`](super::Sharing) does:
+    /// other devices of this process use it at the same address, and other processes import it
+    /// ([`Sharing::export_allocation`](super::Sharing::export_allocation)).
+    fn allocation(&self, _address: usize, _bytes: usize, _device: i32) -> Option<Allocation> {
+        None
+    }
+
+    /// Makes page-aligned host memory reachable for kernels of all devices, at the host's address, while the result lives. The memory must stay
+    /// mapped for longer.
+    fn register_host(&self, _base: usize, _bytes: usize) -> Result<HostRegistration> {
+        Ok(None)
+    }
+
+    /// Drops a registration of `bytes` bytes and its memory, which only the caller holds. Unregistering may take as long as the device is busy,
+    /// so the device may keep them until it is idle.
+    fn release_when_idle(&self, _bytes: usize, garbage: Box<dyn Any + Send>) {
+        drop(garbage);
+    }
+
+    /// Drops something that calls the device when it is dropped and waits for no kernel, on a thread of the device.
+    fn drop_deferred(&self, garbage: Box<dyn Any + Send>) {
+        drop(garbage);
+    }
 }

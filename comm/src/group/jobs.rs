@@ -161,7 +161,7 @@ impl Ready {
             result
         };
         if chains.len() == 1 {
-            let before = device().and_then(|device| device.mark());
+            let before = device().and_then(|device| device.save_context());
             let result = chains.into_values().try_for_each(run);
             if let (Ok(device), Ok(before)) = (device(), before) {
                 device.restore(before)?;

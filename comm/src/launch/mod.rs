@@ -45,7 +45,7 @@ use self::{
     transaction::LaunchTransaction,
 };
 use crate::{
-    device::{Capture, Device, End, Stream},
+    device::{Capture, Device, LaunchEnd, Stream},
     observe,
     op::{OpInfo, Task},
     plan::{self, GroupMessages},
@@ -78,12 +78,12 @@ pub(crate) struct GroupLaunch<'a> {
     /// The plan to be launched next.
     next: usize,
     /// How other streams are to wait for the plan before it.
-    end: End,
+    end: LaunchEnd,
 }
 
 /// Makes later work of `waiting` wait for the present work of `stream`.
 fn join(device: &dyn Device, waiting: Stream, stream: Stream) -> Result<()> {
-    let event = device.order_event_create()?;
+    let event = device.event_create()?;
     let joined = device
         .event_record(event, stream)
         .and_then(|()| device.stream_wait_event(waiting, event));
@@ -106,7 +106,7 @@ impl<'a> GroupLaunch<'a> {
             at_once,
             plans: BoundPlans::new(),
             next: 0,
-            end: End::Marked,
+            end: LaunchEnd::ByEvent,
         }
     }
 
@@ -251,7 +251,7 @@ impl<'a> GroupLaunch<'a> {
         let (transaction, launch) = LaunchTransaction::begin(context, submitted, plan, ready, place)?;
         let start = transaction.start_ns();
         self.end = if self.capture.is_none() && self.at_once {
-            device.launch_kernel_at_once(context.device, stream, launch, launcher)
+            device.launch_prepared(context.device, stream, launch, launcher)
         } else {
             device.launch_kernel(stream, launch, launcher)
         }?;
@@ -319,7 +319,11 @@ impl<'a> GroupLaunch<'a> {
     /// Lets the caller's other streams and the communicator's next operation wait for the kernels.
     fn finish(&self, device: &dyn Device, queue: &mut LaunchQueue) -> Result<()> {
         let others = &self.streams[1..];
-        let end = if others.is_empty() { self.end } else { End::Marked };
+        let end = if others.is_empty() {
+            self.end
+        } else {
+            LaunchEnd::ByEvent
+        };
         let end = queue.order.leave(device, self.stream(), self.capture, end)?;
         for other in others {
             device.stream_wait_event(*other, end)?;

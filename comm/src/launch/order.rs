@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use ringsight_comm_base::error::Result;
 
-use crate::device::{Capture, Device, End, Event, Launcher, Stream};
+use crate::device::{Capture, Device, Event, LaunchEnd, Launcher, Stream};
 
 /// The events by which a communicator's operations follow each other.
 ///
@@ -15,7 +15,7 @@ use crate::device::{Capture, Device, End, Event, Launcher, Stream};
 pub(crate) struct Order {
     /// The end of what was launched last, eager or replayed, but where it is not marked.
     last: Option<Event>,
-    /// No event is behind what was launched last: the device [knows](End::Known) its end.
+    /// No event is behind what was launched last: the device [knows](LaunchEnd::ByLauncher) its end.
     is_unmarked: bool,
     /// What was unmarked has been followed in another stream. That takes longer than to mark it, so all others are marked.
     marks_all: bool,
@@ -53,7 +53,7 @@ impl Order {
             self.marks_all = true;
             if capture.is_none() {
                 // It stays unmarked until there is an event behind what comes now.
-                device.follow(stream, launcher)?;
+                device.wait_for_launch(stream, launcher)?;
                 self.stream = id;
                 return Ok(());
             }
@@ -64,7 +64,7 @@ impl Order {
             (Some(None), Some(last)) => device.stream_wait_event_external(stream, last)?,
             // Never recorded yet, but it may be before a replay.
             (Some(None), None) => {
-                let last = *self.last.insert(device.order_event_create()?);
+                let last = *self.last.insert(device.event_create()?);
                 device.stream_wait_event_external(stream, last)?;
             }
             (None, Some(last)) => device.stream_wait_event(stream, last)?,
@@ -81,16 +81,16 @@ impl Order {
         device: &dyn Device,
         stream: Stream,
         capture: Option<Capture>,
-        end: End,
+        end: LaunchEnd,
     ) -> Result<Event> {
         let last = match self.last {
             Some(last) => last,
-            None => *self.last.insert(device.order_event_create()?),
+            None => *self.last.insert(device.event_create()?),
         };
         let Some(capture) = capture else {
             // Once the next operation is in another stream, this one may be destroyed: it is too late for an event then, so only an end that is
             // known to the device goes without. And one that will hardly be asked for: the operation before was in the same stream, and all were.
-            self.is_unmarked = end == End::Known && self.stream.is_some() && !self.marks_all;
+            self.is_unmarked = end == LaunchEnd::ByLauncher && self.stream.is_some() && !self.marks_all;
             if !self.is_unmarked {
                 device.event_record(last, stream)?;
             }
@@ -101,7 +101,7 @@ impl Order {
         let within = match self.captured.get(&capture.id) {
             Some(within) => *within,
             None => {
-                let within = device.order_event_create()?;
+                let within = device.event_create()?;
                 self.captured.insert(capture.id, within);
                 within
             }
@@ -117,7 +117,7 @@ impl Order {
         // Not one that others use: what comes there later would wait, too.
         let stream = device.stream_create()?;
         let marked = device
-            .follow(stream, launcher)
+            .wait_for_launch(stream, launcher)
             .and_then(|()| device.event_record(last, stream));
         device.stream_destroy(stream)?;
         marked?;
@@ -155,7 +155,7 @@ mod tests {
     };
 
     use super::*;
-    use crate::device::{GraphExec, host::HostDevice};
+    use crate::device::{GraphExec, Graphs, Runtime, Streams, host::HostDevice};
 
     /// Which operation ran when: each says its name.
     #[derive(Default)]
@@ -192,7 +192,7 @@ mod tests {
                 .unwrap();
             self.run(name, stream);
             self.order
-                .leave(&self.device, stream, capture, End::Marked)
+                .leave(&self.device, stream, capture, LaunchEnd::ByEvent)
                 .unwrap();
         }
 

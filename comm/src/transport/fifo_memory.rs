@@ -39,7 +39,7 @@ impl Drop for DeviceMapping {
     fn drop(&mut self) {
         // The fields drop in order: the device's access first, then the mapping.
         if let (Some(mapped), Some(device)) = (self.0.take(), device::opened()) {
-            device.retire(mapped.1.bytes, Box::new(mapped));
+            device.release_when_idle(mapped.1.bytes, Box::new(mapped));
         }
     }
 }
@@ -73,7 +73,7 @@ pub(crate) fn map_for_kernels(
     let reachable = match device::opened() {
         None => None,
         Some(device) => device
-            .reach(base as usize, mapping.bytes)
+            .register_host(base as usize, mapping.bytes)
             .map_err(io::Error::other)?,
     };
     let memory: Arc<dyn Send + Sync> = match reachable {

@@ -163,7 +163,7 @@ impl SlotPool {
             staged("NCCL_BUFFSIZE is too long");
             return None;
         }
-        let direct = match device.direct(count * demand.place()) {
+        let direct = match device.allocate_rdma(count * demand.place()) {
             Ok(direct) => direct?,
             Err(error) => {
                 staged(&error.to_string());
@@ -306,7 +306,7 @@ impl Slots {
         let Some(device) = device::opened() else {
             return Err(ConnectionError::Flush("no device flushes its memory".into()));
         };
-        device.flush_direct(self.pool.device).map_err(|error| {
+        device.flush_rdma_writes(self.pool.device).map_err(|error| {
             ConnectionError::Flush(format!("flushing what RDMA devices wrote to the GPU: {error}"))
         })
     }

@@ -80,7 +80,7 @@ impl Watch {
         // While nothing is in progress no time is lost.
         let waits = in_flight.in_progress().next().is_some();
         let device = device::opened().filter(|_| waits);
-        let kept = device.map_or(Duration::ZERO, |device| device.kept_from_running());
+        let kept = device.map_or(Duration::ZERO, |device| device.longest_scheduling_delay());
         let lost_ns = in_flight.look(now, self.settings.rest(), kept);
         drop(in_flight);
         lock(&self.rules).lose_time(now, lost_ns);

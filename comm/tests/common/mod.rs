@@ -25,13 +25,13 @@ use std::{
 use ringsight_comm::{
     abi::{self, NcclConfig, UniqueIdBytes},
     communicator::Handle,
-    device::{Device, Stream, device},
+    device::{Runtime, Stream, runtime},
     error::ResultCode,
 };
 use ringsight_records::{DataType, Function, ReduceOp};
 
 /// Chooses the host device for this process; to be called first by every test.
-pub fn host() -> &'static Arc<dyn Device> {
+pub fn host() -> &'static Arc<dyn Runtime> {
     static CHOSEN: Once = Once::new();
     CHOSEN.call_once(|| {
         // SAFETY: every test calls this first, and the others wait for it here.
@@ -42,7 +42,7 @@ pub fn host() -> &'static Arc<dyn Device> {
             }
         }
     });
-    device().expect("host device")
+    runtime().expect("host device")
 }
 
 /// The text of this thread's last error.

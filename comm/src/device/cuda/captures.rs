@@ -1,17 +1,20 @@
-//! What streams are being captured into, and the order that graphs leave behind.
+//! Captures: the streams that take part, and the order of nodes in the graph.
 
 use std::collections::HashMap;
 
 use cudarc::driver::sys::{
-    CUevent, CUgraph, CUgraphNode, CUstreamCaptureStatus, CUstreamUpdateCaptureDependencies_flags,
+    self, CUevent, CUgraph, CUgraphNode, CUstreamCaptureStatus, CUstreamUpdateCaptureDependencies_flags,
 };
+use ringsight_comm_base::sync::lock;
 
 use super::{
-    super::{DeviceError, Event, Result, Stream},
+    CudaDevice, counters,
     driver::{call, stream as handle},
+    reclaim,
 };
+use crate::device::{Capture, Contexts, Counter, DeviceError, Event, Graphs, Journal, Result, Stream};
 
-/// Captures that operations were captured in: the driver's number, and ours, which records carry.
+/// The captures that operations were captured in, with the driver's numbers and the numbers that records carry.
 #[derive(Default)]
 pub(super) struct Captures {
     /// By the driver's number.
@@ -19,7 +22,7 @@ pub(super) struct Captures {
     last: u32,
 }
 
-/// A capture: our number and the graph in the making.
+/// One capture.
 struct Known {
     number: u32,
     graph: usize,
@@ -27,20 +30,20 @@ struct Known {
     records: HashMap<Event, LastRecord>,
 }
 
-/// A record at what was the end of a stream, which may move on with it.
+/// A record at what was the end of a stream when it was captured. It may move to a later end.
 struct LastRecord {
     node: usize,
-    /// What it comes after.
+    /// The nodes that it follows.
     after: Vec<usize>,
 }
 
 impl LastRecord {
-    /// Makes it come after other nodes. The driver allows edges of a graph that is being captured to be removed, not nodes.
-    fn move_on(&mut self, graph: CUgraph, after: &[CUgraphNode]) -> Result<()> {
+    /// Makes it follow other nodes. During a capture the driver allows edges to be removed, but not nodes.
+    fn move_to(&mut self, graph: CUgraph, after: &[CUgraphNode]) -> Result<()> {
         let node = self.node as CUgraphNode;
         let old: Vec<CUgraphNode> = self.after.drain(..).map(|node| node as CUgraphNode).collect();
         let (to_old, to_new) = (vec![node; old.len()], vec![node; after.len()]);
-        // SAFETY: nodes and edges of this graph: the node was added to it with these; the arrays are as long as the calls say.
+        // SAFETY: nodes and edges of this graph: the node was added with these edges; the arrays are as long as the calls say.
         unsafe {
             call!(cuGraphRemoveDependencies(
                 graph,
@@ -61,7 +64,7 @@ impl LastRecord {
 }
 
 impl Captures {
-    /// Our number of a capture, by the driver's.
+    /// The number of a capture in records.
     pub(super) fn number(&mut self, id: u64, graph: CUgraph) -> Result<u32> {
         if let Some(known) = self.known.get(&id) {
             return Ok(known.number);
@@ -81,7 +84,7 @@ impl Captures {
         Ok(self.last)
     }
 
-    /// The graph in the making of a capture, by our number.
+    /// The graph of a capture, by its number in records.
     pub(super) fn graph(&self, number: u32) -> Result<CUgraph> {
         self.known
             .values()
@@ -90,30 +93,30 @@ impl Captures {
             .ok_or_else(|| DeviceError::InvalidHandle(format!("capture {number} is not known")))
     }
 
-    /// The graph of a capture is gone.
+    /// Forgets a capture whose graph is gone.
     pub(super) fn forget(&mut self, number: u32) {
         self.known.retain(|_, known| known.number != number);
     }
 
-    /// An event is gone.
+    /// Forgets a destroyed event.
     pub(super) fn forget_event(&mut self, event: Event) {
         for known in self.known.values_mut() {
             known.records.remove(&event);
         }
     }
 
-    /// See [`Device::event_record_external_last`](crate::device::Device::event_record_external_last).
+    /// The body of [`Graphs::event_record_external_last`].
     pub(super) fn record_last(&mut self, event: Event, stream: Stream) -> Result<()> {
         let (capture, after) = dependencies(stream)?;
         self.number(capture.id, capture.graph)?;
         let known = self.known.get_mut(&capture.id);
         let known = known.ok_or_else(|| DeviceError::InvalidUsage("a capture that is not known".into()))?;
         if let Some(record) = known.records.get_mut(&event) {
-            return record.move_on(capture.graph, &after);
+            return record.move_to(capture.graph, &after);
         }
         let mut node = std::ptr::null_mut();
-        // SAFETY: the caller's event; nodes of the graph that is being captured; written to the local. The stream's next node
-        // does not come after this one: it is a leaf.
+        // SAFETY: the caller's event; nodes of the graph that is being captured; written to the local. The node is a leaf: the stream's next
+        // node does not follow it.
         unsafe {
             call!(cuGraphAddEventRecordNode(
                 &raw mut node,
@@ -135,28 +138,94 @@ impl Captures {
     }
 }
 
-/// The graph that the stream is being captured into, with the driver's number of the capture.
+impl Graphs for CudaDevice {
+    fn capture_of(&self, stream: Stream) -> Result<Option<Capture>> {
+        capturing(stream)?
+            .map(|(id, graph)| lock(&self.captures).number(id, graph).map(|id| Capture { id }))
+            .transpose()
+    }
+
+    fn capture_retain(&self, capture: Capture, destructor: Box<dyn FnOnce() + Send>) -> Result<()> {
+        // The capture still goes on: the call that this is part of captures operations into it.
+        let graph = lock(&self.captures).graph(capture.id)?;
+        let captures = self.captures.clone();
+        reclaim::when_gone(
+            graph,
+            Box::new(move || {
+                lock(&captures).forget(capture.id);
+                destructor();
+            }),
+        )
+    }
+
+    fn event_record_external(&self, event: Event, stream: Stream) -> Result<()> {
+        let (_, before) = dependencies(stream)?;
+        let external = sys::CUevent_record_flags::CU_EVENT_RECORD_EXTERNAL as u32;
+        // SAFETY: the caller's handles; refused outside captures.
+        unsafe {
+            call!(cuEventRecordWithFlags(
+                event.0 as CUevent,
+                handle(stream),
+                external
+            ))
+        }?;
+        // Later work in the stream does not wait for the record: it is a leaf of the graph.
+        set_dependencies(stream, &before)
+    }
+
+    fn event_record_external_last(&self, event: Event, stream: Stream) -> Result<()> {
+        lock(&self.captures).record_last(event, stream)
+    }
+
+    fn stream_wait_event_external(&self, stream: Stream, event: Event) -> Result<()> {
+        let external = sys::CUevent_wait_flags::CU_EVENT_WAIT_EXTERNAL as u32;
+        // SAFETY: the caller's handles; refused outside captures.
+        unsafe { call!(cuStreamWaitEvent(handle(stream), event.0 as CUevent, external)) }
+    }
+
+    fn new_counter(&self) -> Result<Counter> {
+        self.entered()?.counters.counter()
+    }
+
+    fn increment(&self, stream: Stream, counter: &Counter) -> Result<()> {
+        self.gpu(self.current()?)?
+            .counters
+            .increment(handle(stream), counter)
+    }
+
+    fn new_journal(&self) -> Result<Journal> {
+        self.entered()?;
+        counters::journal()
+    }
+
+    fn append(&self, stream: Stream, journal: &Journal, word: u64) -> Result<()> {
+        let gpu = self.gpu(self.current()?)?;
+        counters::append(gpu.append, handle(stream), journal, word)
+    }
+}
+
+/// The graph that the stream is being captured into, with the driver's number of the capture; `None` outside captures.
 pub(super) fn capturing(stream: Stream) -> Result<Option<(u64, CUgraph)>> {
     let capture = captured(stream)?;
     Ok(capture.map(|capture| (capture.id, capture.graph)))
 }
 
-/// The capture that the stream is in, and the nodes that what is captured next in the stream will wait for.
+/// The capture that the stream is in, and the nodes that its next node will follow.
 pub(super) fn dependencies(stream: Stream) -> Result<(Captured, Vec<CUgraphNode>)> {
     let capture = captured(stream)?
         .ok_or_else(|| DeviceError::InvalidUsage(format!("stream {:#x} is not being captured", stream.0)))?;
     if capture.count == 0 {
         return Ok((capture, Vec::new()));
     }
-    // SAFETY: so many nodes; the array is the driver's and stays as it is until the stream's next call, which is ours.
+    // SAFETY: `count` nodes; the driver's array stays valid until the stream's next call, which this module makes.
     let nodes = unsafe { std::slice::from_raw_parts(capture.dependencies, capture.count) }.to_vec();
     Ok((capture, nodes))
 }
 
-/// What is captured next in the stream will wait for these nodes, and for no others.
+/// Makes the stream's next node follow these nodes only.
 pub(super) fn set_dependencies(stream: Stream, nodes: &[CUgraphNode]) -> Result<()> {
     let set = CUstreamUpdateCaptureDependencies_flags::CU_STREAM_SET_CAPTURE_DEPENDENCIES as u32;
-    // SAFETY: nodes of the graph in the making, which `dependencies` has given; the array is as long as the call says.
+    // SAFETY: nodes of the captured graph, from `dependencies`; the array is as long as the call says.
     unsafe {
         call!(cuStreamUpdateCaptureDependencies(
             handle(stream),
@@ -167,7 +236,7 @@ pub(super) fn set_dependencies(stream: Stream, nodes: &[CUgraphNode]) -> Result<
     }
 }
 
-/// What a stream takes part in.
+/// The capture that a stream is in.
 pub(super) struct Captured {
     id: u64,
     graph: CUgraph,

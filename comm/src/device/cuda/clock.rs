@@ -1,8 +1,7 @@
-//! Keeps a GPU's clock: how its timer stands to the host's clock ([`crate::device::clock`]).
+//! A GPU's clock: samples of its timer against the host's clock ([`crate::device::clock`]).
 //!
-//! A thread for each GPU runs a kernel of one thread for some microseconds (`cuda/clock.cuh` in the kernels) and watches it,
-//! once a second while operations run and somebody reads what the process shows, and more often until it knows something. Otherwise it sleeps: nobody else needs the
-//! device's times.
+//! A thread per GPU takes a sample: it runs a kernel of one thread for some microseconds (`kernels/cuda/clock.cuh`) and watches its answers. It does so
+//! once a second while operations run and a collector reads the process's pages, and more often until it knows something. Otherwise it sleeps.
 
 use std::{
     ffi::c_int,
@@ -21,10 +20,7 @@ use ringsight_comm_base::sync::lock;
 use ringsight_kernels::cuda::{ClockArguments, ClockPage};
 use ringsight_records::{DeviceClock, Kind};
 
-use super::{
-    driver::{Kernel, call},
-    gpu::Memory,
-};
+use super::driver::{Kernel, PinnedSlice, call};
 use crate::{
     device::{
         Result,
@@ -33,45 +29,45 @@ use crate::{
     observe::{self, now_ns},
 };
 
-/// Rounds of a sample, of which the quickest counts.
+/// Rounds of a sample. The quickest counts.
 const ROUNDS: u16 = 8;
 /// How long the kernel waits for the host to ask, nanoseconds.
 const PATIENCE: u64 = 500_000;
-/// How long the host waits for the kernel to begin: the GPU may be full, or another process's for now.
+/// How long the host waits for the kernel to begin, nanoseconds. The GPU may be full, or busy for another process.
 const BEGIN: u64 = 50_000_000;
-/// And for an answer, and for the kernel's end.
+/// How long the host waits for an answer, and for the kernel's end, nanoseconds.
 const ANSWER: u64 = 2_000_000;
-/// How long it looks for the kernel's beginning without a pause: on a GPU that has room for it, it begins sooner. Whoever pauses may be woken when the kernel has
-/// lost its patience.
+/// How long the host watches for the kernel's beginning without a pause, nanoseconds. On a GPU with room it begins sooner. A thread that pauses may wake
+/// up after the kernel has given up.
 const LOOK: u64 = 100_000;
-/// Between two looks for it after that: it may be long until the GPU has room, no reason to keep a processor busy.
+/// Pause between two looks after that. The wait may be long and must not keep a processor busy.
 const PAUSE: Duration = Duration::from_micros(20);
-/// Time between the first two samples, nanoseconds; it doubles from each to the next.
+/// Time between the first two samples, nanoseconds. It doubles from sample to sample.
 const FIRST_GAP: u64 = 1_000_000;
-/// Until it is this, while none was had that is still of use. Where the host has no time for them, they keep a processor busy for a tenth of it; where the GPU has
-/// none, a thread looks for it, with pauses, as long as [`BEGIN`] of each.
+/// The longest time between samples while no sample is of use, nanoseconds. If the host is busy, samples take a tenth of a processor; if the GPU is
+/// busy, a thread watches for the kernel, with pauses, for [`BEGIN`] each time.
 const UNKNOWN_GAP: u64 = 20_000_000;
-/// And this otherwise.
+/// The longest time between samples otherwise, nanoseconds.
 const GAP: u64 = 1_000_000_000;
-/// The longest step of a timer, nanoseconds: it is seen to go on.
+/// The longest acceptable step of a timer, nanoseconds.
 const MOST_STEP: u64 = 10_000_000;
-/// A time that can be further off is not given, nanoseconds: when the host noticed is as good.
+/// The largest acceptable uncertainty of a time, nanoseconds. Beyond it, the time at which the host noticed an event is as good.
 const MOST_UNCERTAINTY: u64 = 1_000_000;
 
-/// What samples are taken with.
+/// What a sample is taken with.
 pub(super) struct Sampler {
     pub(super) device: c_int,
     pub(super) context: CUcontext,
     pub(super) kernel: CUfunction,
-    /// Nothing else is in it.
+    /// Used for samples only.
     pub(super) stream: CUstream,
-    pub(super) page: Memory<ClockPage>,
+    pub(super) page: PinnedSlice<ClockPage>,
 }
 
-// SAFETY: the handles may be used by any thread, and one thread has them.
+// SAFETY: any thread may use the handles, and one thread has them.
 unsafe impl Send for Sampler {}
 
-/// What the thread that drains events and the one that takes samples share.
+/// Shared by the drain thread and the sampling thread.
 #[derive(Default)]
 struct Shared {
     known: Mutex<Option<DeviceClock>>,
@@ -79,14 +75,14 @@ struct Shared {
     due_ns: AtomicU64,
 }
 
-/// A GPU's clock, as the thread that drains its events uses it.
+/// A GPU's clock, as the drain thread uses it.
 pub(super) struct Clock {
     shared: Arc<Shared>,
-    /// Until its thread is there.
+    /// `None` once its thread has started.
     sampler: Option<Sampler>,
-    /// Asks for a sample.
+    /// Asks the thread for a sample.
     ask: OnceLock<SyncSender<()>>,
-    /// What is known, as of the last look.
+    /// The clock at the last look.
     known: Option<DeviceClock>,
 }
 
@@ -100,10 +96,10 @@ impl Clock {
         }
     }
 
-    /// Before events are told: brings what is known up to date, and has a sample taken if one is due and anybody wants it.
+    /// Refreshes the known clock, and asks for a sample if one is due and a collector reads kernel events. Called before events are reported.
     pub(super) fn look(&mut self) {
         self.known = *lock(&self.shared.known);
-        // Relaxed: the thread stores it after it has put down what it found.
+        // Relaxed: the thread stores it after it has stored what it found.
         if now_ns() < self.shared.due_ns.load(Ordering::Relaxed) || !observe::wants(Kind::KernelCh) {
             return;
         }
@@ -114,18 +110,18 @@ impl Clock {
             let thread = thread::Builder::new()
                 .name(format!("rs-clock-{}", sampler.device))
                 .spawn(move || sampler.run(&shared, &receiver));
-            // Without it times are those when the host noticed.
+            // Without the thread, events get the time at which the host noticed them.
             if thread.is_ok() {
                 self.ask.get_or_init(|| sender);
             }
         }
         if let Some(ask) = self.ask.get() {
-            // It is waiting: none is asked for while one is being taken.
+            // The thread is waiting: no sample is asked for while one is being taken.
             let _ = ask.try_send(());
         }
     }
 
-    /// When the device's timer was at `timer_ns`, which it was before now; now, if that is not known any better.
+    /// The host's time when the device's timer was at `timer_ns`, which was before now. Now, if it is not known any better.
     pub(super) fn host_ns(&self, timer_ns: u64) -> u64 {
         let now = now_ns();
         let known = self
@@ -137,7 +133,7 @@ impl Clock {
 }
 
 impl Sampler {
-    /// Takes a sample whenever it is asked to.
+    /// The thread's loop: takes a sample whenever it is asked.
     fn run(self, shared: &Shared, asked: &Receiver<()>) {
         // SAFETY: retained for the life of the process.
         if unsafe { call!(cuCtxSetCurrent(self.context)) }.is_err() {
@@ -145,7 +141,7 @@ impl Sampler {
         }
         let (mut fit, mut launch, mut gap) = (Fit::default(), 0, FIRST_GAP);
         while asked.recv().is_ok() {
-            // A GPU on which something went wrong refuses all calls: there is nothing to be had from it any more.
+            // After a fault the GPU refuses all calls.
             let Ok(sample) = self.sample(&mut launch) else {
                 return;
             };
@@ -168,10 +164,10 @@ impl Sampler {
         }
     }
 
-    /// The tightest of some readings, with the timer's step; `None` if the GPU had no time for it.
+    /// The tightest reading of a sample, with the timer's step; `None` if the GPU was busy.
     fn sample(&self, launch: &mut u32) -> Result<Option<(ClockSample, u64)>> {
         let page = &self.page[0];
-        // Acquire: pairs with the kernel's release; it writes to the page no more.
+        // Acquire: pairs with the kernel's release. The kernel no longer writes to the page.
         let is_over = |launch| page.done.load(Ordering::Acquire) == launch;
         if !is_over(*launch) {
             return Ok(None);
@@ -194,8 +190,8 @@ impl Sampler {
         let mut best: Option<ClockSample> = None;
         for round in 1..=ROUNDS {
             let before_ns = now_ns();
-            // Relaxed, here and in `answered`: reading the host's clock waits for earlier loads, and the store comes after
-            // it. Whatever takes longer makes the bracket wider.
+            // Relaxed, here and in `answered`: reading the host's clock waits for earlier loads, and the store comes after it. Any delay only widens the
+            // bracket.
             page.ask.store(round.into(), Ordering::Relaxed);
             let Some((timer_ns, after_ns)) = spin(|| page.answered(round)) else {
                 break;
@@ -224,12 +220,12 @@ impl Sampler {
             patience: PATIENCE,
         };
         let mut arguments = [std::ptr::from_mut(&mut arguments).cast()];
-        // SAFETY: the kernel's one argument; the page lives as long as the process.
+        // SAFETY: the kernel's argument; the page lives as long as the process.
         unsafe { Kernel::single(self.kernel).launch(self.stream, &mut arguments) }
     }
 }
 
-/// What there is at last, and when it was there; `None` after [`ANSWER`].
+/// Polls until there is something, and returns it with the time; `None` after [`ANSWER`].
 fn spin<T>(mut look: impl FnMut() -> Option<T>) -> Option<(T, u64)> {
     let since = now_ns();
     loop {

@@ -1,6 +1,11 @@
-//! Tells observers what kernels have written, and kernels that their launch is aborted.
+//! The drain thread of a GPU. It passes kernels' events on to observers, and abort words to kernels.
 //!
-//! One thread a GPU. It reads memory only: a call of the driver could block behind the very kernel that waits for it.
+//! States of the thread: busy (looks every 20 µs) → quiet (every 1 ms: only graphs hold launches, and none has run for a while) → asleep (no
+//! launches; a submitting thread wakes it).
+//!
+//! Invariants:
+//! - It only reads and writes memory: a driver call could block behind the very kernel that waits for this thread.
+//! - It takes the submitted launches before it reads their events.
 
 use std::{
     collections::BTreeMap,
@@ -10,71 +15,59 @@ use std::{
     time::Duration,
 };
 
-use ringsight_comm_base::sync::lock;
 use ringsight_kernels::{
     Launch,
     cuda::{Ring, ring::Entry},
 };
-
 use ringsight_records::Waits;
 
 use super::{
     clock::Clock,
-    gpu::{Memory, Slot},
-    launches::Launches,
-    release,
-    telling::Telling,
+    driver::PinnedSlice,
+    event_tracker::EventTracker,
+    launch_queue::{LaunchQueue, Slot, Submitted},
+    reclaim,
 };
 use crate::observe;
 
-/// How often the ring is looked at while something runs. Times come from the GPU: this is not their resolution.
+/// Time between two looks at the ring while something runs. Events carry the GPU's time, so this is not their resolution.
 const BUSY: Duration = Duration::from_micros(20);
-/// And while graphs hold launches but none has run for a while.
+/// The same while graphs hold launches but none has run for a while.
 const QUIET: Duration = Duration::from_millis(1);
-/// Looks at nothing before it sleeps: to be woken costs the thread that launches more than all else.
+/// Looks without a launch before the thread sleeps. Waking it costs the launching thread more than everything else.
 const LINGER: u32 = 50;
 /// Looks without an event before it is quiet.
 const PATIENCE: u32 = 500;
-/// Eager launches up to which events of theirs that have not come are waited for: each keeps its slot meanwhile, and to get others takes calls of the driver that
-/// may wait for kernels (`CHUNK` in gpu.rs is how many there are at first). Captured ones keep theirs in any case.
-const MOST_WAITING: usize = 128;
-
-/// A launch that is about to begin.
-pub(super) struct Entered {
-    pub(super) number: u32,
-    pub(super) launch: Arc<Launch>,
-    pub(super) slot: Slot,
-    pub(super) captured: bool,
-    /// Called when nothing runs it any more.
-    pub(super) on_end: Option<Box<dyn FnOnce() + Send>>,
-}
+/// The most eager launches whose late events are waited for. Each keeps its slot meanwhile, and getting more slots takes driver calls that may wait
+/// for kernels. Captured launches keep their slots anyway.
+const MAX_WAITING: usize = 128;
 
 /// A launch that the GPU may run.
 struct InFlight {
     launch: Arc<Launch>,
     slot: Slot,
     on_end: Option<Box<dyn FnOnce() + Send>>,
-    /// The kernel was told of the abort.
+    /// The abort word was passed on to the kernel.
     aborted: bool,
-    /// What the kernel has told last of what it moves, and of what it waits for.
+    /// The last words of the kernel: progress, and what it waits for.
     moved: u32,
     waits: u64,
-    telling: Telling,
+    tracker: EventTracker,
 }
 
 impl InFlight {
-    fn new(entered: Entered) -> Self {
-        let Entered {
+    fn new(submitted: Submitted) -> Self {
+        let Submitted {
             launch,
             slot,
             captured,
             on_end,
             ..
-        } = entered;
-        // Relaxed: of launches before, in whose memory this one's is, nothing is written any more.
+        } = submitted;
+        // Relaxed: earlier launches with this slot write nothing any more.
         let moved = slot.control().moved.load(Ordering::Relaxed);
         Self {
-            telling: Telling::new(&launch, captured),
+            tracker: EventTracker::new(&launch, captured),
             launch,
             slot,
             on_end,
@@ -84,31 +77,30 @@ impl InFlight {
         }
     }
 
-    /// Nothing runs it any more; gives its slot for another launch.
+    /// Ends a launch that nothing runs any more. Returns its slot.
     fn end(mut self) -> Slot {
         if let Some(on_end) = self.on_end.take() {
             on_end();
         }
         self.slot.renew();
-        // Before what it may be the last to hold.
-        drop(self.telling);
-        // Nearly always its communicator has it too, and makes another launch of it. Else what it holds is dropped where that
-        // may take time.
+        // Before the launch, which the tracker may be the last to hold.
+        drop(self.tracker);
+        // Its communicator nearly always holds it, too, and reuses it. Otherwise it is dropped on a thread where that may take time.
         if let Some(launch) = Arc::into_inner(self.launch) {
-            release::later(launch);
+            reclaim::drop_later(launch);
         }
         self.slot
     }
 
-    /// Passes the abort word on, and tells how many runs are over and whether the last one gave up.
+    /// Passes the abort word on, and takes in progress, waits and finished runs.
     fn look(&mut self) {
         let control = self.slot.control();
         if !self.aborted && self.launch.abort.is_set() {
             self.aborted = true;
-            // Release: as the word that it repeats.
+            // Release: like the word that it repeats.
             control.abort.store(1, Ordering::Release);
         }
-        // Relaxed: words that say all themselves; what is told of a run that is over is forgotten with its end.
+        // Relaxed: each word is complete in itself, and what it says of a finished run is dropped with the run.
         let (moved, waits) = (
             control.moved.load(Ordering::Relaxed),
             control.waits.load(Ordering::Relaxed),
@@ -125,13 +117,13 @@ impl InFlight {
         }
         let runs = self.runs();
         let last_gave_up = control.aborted.load(Ordering::Relaxed) != 0;
-        self.telling.are_over(runs, last_gave_up);
+        self.tracker.set_finished(runs, last_gave_up);
     }
 
-    /// Runs that are over.
+    /// Finished runs.
     fn runs(&self) -> u32 {
-        // Acquire: pairs with the kernel's fence of a run that gave up, whose events and mark are in memory. Of another run there is none: what of its
-        // events has not been seen when it is over is waited for.
+        // Acquire: pairs with the kernel's fence of a run that was given up, whose events and mark are then visible. Other runs have no fence: their
+        // events are waited for.
         let runs = self.slot.control().runs.load(Ordering::Acquire);
         runs.wrapping_sub(self.slot.runs_before)
     }
@@ -141,25 +133,25 @@ impl InFlight {
 pub(super) struct Drain {
     device: i32,
     clock: Clock,
-    /// Events written over before they were read, as told.
+    /// Overwritten events that were counted already.
     overwritten: u64,
-    entries: Arc<Memory<Entry>>,
-    launches: Arc<Launches>,
-    /// By number, which is the order of launches of a kind as long as numbers do not begin anew.
+    entries: Arc<PinnedSlice<Entry>>,
+    queue: Arc<LaunchQueue>,
+    /// By number: in order of launch, as long as numbers do not wrap around.
     in_flight: BTreeMap<u32, InFlight>,
-    /// What is handed over next, and what was: empty, but for their memory.
-    entered: Vec<Entered>,
-    forgotten: Vec<u32>,
+    /// Buffers for what is swapped with the queue. Empty between passes.
+    submitted: Vec<Submitted>,
+    retired: Vec<u32>,
     free: Vec<Slot>,
-    /// Replays under way, as [`Exchange::running`] counts them.
+    /// Replays that run, as far as they are counted in [`QueueState::running`](super::launch_queue::QueueState).
     replaying: usize,
 }
 
 impl Drain {
     pub(super) fn new(
         device: i32,
-        entries: Arc<Memory<Entry>>,
-        launches: Arc<Launches>,
+        entries: Arc<PinnedSlice<Entry>>,
+        queue: Arc<LaunchQueue>,
         clock: Clock,
     ) -> Self {
         Self {
@@ -167,10 +159,10 @@ impl Drain {
             clock,
             overwritten: 0,
             entries,
-            launches,
+            queue,
             in_flight: BTreeMap::new(),
-            entered: Vec::new(),
-            forgotten: Vec::new(),
+            submitted: Vec::new(),
+            retired: Vec::new(),
             free: Vec::new(),
             replaying: 0,
         }
@@ -191,7 +183,7 @@ impl Drain {
             let eager = self
                 .in_flight
                 .values()
-                .any(|launch| !launch.telling.is_captured());
+                .any(|launch| !launch.tracker.is_captured());
             quiet = if moved || eager { 0 } else { quiet + 1 };
             thread::sleep(if quiet < PATIENCE { BUSY } else { QUIET });
         }
@@ -199,28 +191,28 @@ impl Drain {
 
     /// Waits until there is a launch.
     fn sleep(&self) {
-        let mut exchange = lock(&self.launches.exchange);
-        exchange.asleep = true;
-        while exchange.entered.is_empty() {
-            exchange = self
-                .launches
+        let mut queue = self.queue.lock();
+        queue.asleep = true;
+        while queue.submitted.is_empty() {
+            queue = self
+                .queue
                 .wake
-                .wait(exchange)
+                .wait(queue)
                 .unwrap_or_else(PoisonError::into_inner);
         }
-        exchange.asleep = false;
+        queue.asleep = false;
     }
 
-    /// Takes what was entered.
+    /// Takes the submitted launches.
     fn take(&mut self) {
-        mem::swap(&mut lock(&self.launches.exchange).entered, &mut self.entered);
-        for entered in self.entered.drain(..) {
-            self.in_flight.insert(entered.number, InFlight::new(entered));
+        mem::swap(&mut self.queue.lock().submitted, &mut self.submitted);
+        for submitted in self.submitted.drain(..) {
+            self.in_flight.insert(submitted.number, InFlight::new(submitted));
         }
     }
 
-    /// Tells observers how many events were written over.
-    fn tell_overwritten(&mut self, overwritten: u64) {
+    /// Counts overwritten events in the process's pages.
+    fn count_overwritten(&mut self, overwritten: u64) {
         let more = overwritten - self.overwritten;
         if more == 0 {
             return;
@@ -232,13 +224,12 @@ impl Drain {
         }
     }
 
-    /// Looks at everything once; says whether anything was new.
+    /// Looks at everything once. Returns whether anything was new.
     fn pass(&mut self, ring: &mut Ring<'_>) -> bool {
-        // First: all that these have run is over.
-        self.forgotten
-            .append(&mut lock(&self.launches.exchange).forgotten);
+        // First: everything that these launches have run is over.
+        self.retired.append(&mut self.queue.lock().retired);
         self.take();
-        // Before the ring: the events of runs that are over by now are in it, or will be in a moment.
+        // Before the ring: the events of finished runs are in it by then, or will be in a moment.
         for launch in self.in_flight.values_mut() {
             launch.look();
         }
@@ -249,45 +240,45 @@ impl Drain {
                 moved = true;
             }
             if !self.in_flight.contains_key(&event.launch) {
-                // Entered after the others were taken: that comes before it begins.
+                // It was submitted after the others were taken, and before it began.
                 self.take();
             }
             if let Some(launch) = self.in_flight.get_mut(&event.launch) {
                 launch
-                    .telling
-                    .tell(&event, |timer_ns| self.clock.host_ns(timer_ns));
+                    .tracker
+                    .report(&event, |timer_ns| self.clock.host_ns(timer_ns));
             }
         }
-        self.tell_overwritten(ring.lost());
-        let eager = |launch: &&InFlight| !launch.telling.is_captured();
-        let is_full = self.in_flight.values().filter(eager).count() > MOST_WAITING;
+        self.count_overwritten(ring.lost());
+        let eager = |launch: &&InFlight| !launch.tracker.is_captured();
+        let is_full = self.in_flight.values().filter(eager).count() > MAX_WAITING;
         for (number, launch) in &mut self.in_flight {
-            let waits = launch.telling.is_captured() || !is_full;
-            moved |= launch.telling.catch_up(waits);
-            if launch.telling.is_over() {
-                self.forgotten.push(*number);
+            let waits = launch.tracker.is_captured() || !is_full;
+            moved |= launch.tracker.catch_up(waits);
+            if launch.tracker.is_over() {
+                self.retired.push(*number);
             }
         }
-        moved |= !self.forgotten.is_empty();
+        moved |= !self.retired.is_empty();
         if moved {
             self.end();
         }
         moved
     }
 
-    /// Lets go of what will not run any more, and tells what does.
+    /// Ends retired launches, and updates the count of running ones.
     fn end(&mut self) {
         let mut over = 0;
         let (in_flight, free) = (&mut self.in_flight, &mut self.free);
-        self.forgotten.retain(|number| {
+        self.retired.retain(|number| {
             if in_flight
                 .get(number)
-                .is_some_and(|launch| launch.telling.is_behind(launch.runs()))
+                .is_some_and(|launch| launch.tracker.is_behind(launch.runs()))
             {
                 return true;
             }
             if let Some(launch) = in_flight.remove(number) {
-                over += usize::from(!launch.telling.is_captured());
+                over += usize::from(!launch.tracker.is_captured());
                 free.push(launch.end());
             }
             false
@@ -295,16 +286,16 @@ impl Drain {
         let replaying = self
             .in_flight
             .values()
-            .filter(|launch| launch.telling.is_replaying())
+            .filter(|launch| launch.tracker.is_replaying())
             .count();
         if self.free.is_empty() && replaying == self.replaying {
             return;
         }
-        let mut exchange = lock(&self.launches.exchange);
+        let mut queue = self.queue.lock();
         for slot in self.free.drain(..) {
-            slot.give_back(&mut exchange.free);
+            slot.give_back(&mut queue.free);
         }
-        exchange.running = exchange.running + replaying - self.replaying - over;
+        queue.running = queue.running + replaying - self.replaying - over;
         self.replaying = replaying;
     }
 }

@@ -1,14 +1,16 @@
 //! Calls of the CUDA driver, with errors that name the call.
 
 use std::{
-    ffi::{CStr, c_int, c_void},
+    ffi::{CStr, c_int, c_uint, c_void},
     fmt::Display,
+    marker::PhantomData,
+    ops::Deref,
     sync::OnceLock,
 };
 
 use cudarc::driver::sys::{
-    self, CUcontext, CUdevice_attribute, CUevent, CUevent_flags, CUresult, CUstream, CUstream_flags,
-    CUstreamCaptureMode,
+    self, CUcontext, CUdevice_attribute, CUdeviceptr, CUevent, CUevent_flags, CUpointer_attribute, CUresult,
+    CUstream, CUstream_flags, CUstreamCaptureMode,
 };
 
 use crate::device::{DeviceError, Result, Stream};
@@ -16,10 +18,10 @@ use crate::device::{DeviceError, Result, Stream};
 /// The oldest driver whose every function used here is there: CUDA 12.2.
 const OLDEST: c_int = 12020;
 
-/// Loads the driver.
+/// Loads the driver and counts the devices.
 ///
 /// # Errors
-/// It is not there, or older than [`OLDEST`], or has no device.
+/// There is no driver, it is older than [`OLDEST`], or it has no device.
 pub(super) fn open() -> Result<usize> {
     let unavailable = |text: String| {
         DeviceError::Unavailable(format!(
@@ -55,7 +57,7 @@ pub(super) fn open() -> Result<usize> {
         .ok_or_else(|| unavailable("no GPU is visible (CUDA_VISIBLE_DEVICES?)".into()))
 }
 
-/// What a call returned, in words.
+/// Turns the result of a call into an error that names the call.
 #[inline]
 pub(super) fn check(call: &str, result: CUresult) -> Result<()> {
     if result == CUresult::CUDA_SUCCESS {
@@ -106,7 +108,7 @@ fn error(call: &str, result: CUresult) -> DeviceError {
     }
 }
 
-/// The current device, in words.
+/// The current device, for error texts.
 fn current() -> String {
     let mut device = 0;
     // SAFETY: writes to the local.
@@ -116,7 +118,7 @@ fn current() -> String {
     }
 }
 
-/// How much could not be had, where an error says of which GPU.
+/// Adds to an out-of-memory error what could not be allocated.
 pub(super) fn lacking(what: impl Display, error: DeviceError) -> DeviceError {
     match error {
         DeviceError::Resource(text) => DeviceError::Resource(format!("{what} {text}")),
@@ -124,7 +126,7 @@ pub(super) fn lacking(what: impl Display, error: DeviceError) -> DeviceError {
     }
 }
 
-/// Calls a function of the driver and checks its result: `call!(cuInit(0))`. To be used in an `unsafe` block.
+/// Calls a driver function and checks its result: `call!(cuInit(0))`. For use in `unsafe` blocks.
 macro_rules! call {
     ($function:ident($($argument:expr),* $(,)?)) => {
         $crate::device::cuda::driver::check(
@@ -135,17 +137,17 @@ macro_rules! call {
 }
 pub(super) use call;
 
-/// A kernel, and how it is launched.
+/// A kernel and its launch shape.
 #[derive(Clone, Copy)]
 pub(super) struct Kernel {
     pub(super) function: sys::CUfunction,
     pub(super) blocks: u32,
-    /// Of a block.
+    /// Threads of a block.
     pub(super) threads: u32,
-    /// Dynamic memory of a block.
+    /// Dynamic shared memory of a block.
     pub(super) shared_bytes: u32,
-    /// By programmatic dependent launch: it may be brought to the multiprocessors before the kernel before it in its stream has ended, and waits
-    /// for that end by itself (`await_kernels_before` in platform.cuh).
+    /// Programmatic dependent launch: the GPU may place the kernel before the one before it in its stream has ended, and the kernel waits for that end
+    /// itself (`await_kernels_before` in platform.cuh).
     pub(super) overlaps: bool,
 }
 
@@ -166,11 +168,11 @@ impl Kernel {
         }
     }
 
-    /// Launches it with the arguments that these point to.
+    /// Launches it.
     ///
     /// # Safety
-    /// They are the kernel's arguments, which the call copies; what these refer to stays as long as the kernel may run. One that overlaps waits
-    /// as it must.
+    /// `arguments` point to the kernel's arguments, which the call copies. What these refer to stays as long as the kernel may run. A kernel that
+    /// overlaps waits as it must.
     #[inline]
     pub(super) unsafe fn launch(&self, stream: CUstream, arguments: &mut [*mut c_void]) -> Result<()> {
         let (arguments, none) = (arguments.as_mut_ptr(), std::ptr::null_mut());
@@ -223,9 +225,11 @@ impl Kernel {
     }
 }
 
-/// Whether kernels compiled as `kernel` is may overlap with those before them ([`Kernel::overlaps`]), eager and in graphs: with drivers of CUDA 12.3, where
-/// captures know of it, on devices from Hopper on, if they were compiled for those. One compiled for an earlier device, as where there is only its PTX for this one, does not wait for the kernel
-/// before (`await_kernels_before`). `RINGSIGHT_PROGRAMMATIC_LAUNCH=0` says no.
+/// Whether kernels compiled like `kernel` may overlap with those before them ([`Kernel::overlaps`]), eager and in graphs.
+///
+/// That needs a driver of CUDA 12.3, where captures support it, and kernels compiled for Hopper or later. A kernel compiled for an earlier device does
+/// not wait for the one before (`await_kernels_before`). Nor does a kernel of which only PTX exists for this device. `RINGSIGHT_PROGRAMMATIC_LAUNCH=0`
+/// turns it off.
 pub(super) fn may_overlap(kernel: sys::CUfunction) -> Result<bool> {
     const SINCE: c_int = 12030;
     const HOPPER: c_int = 90;
@@ -243,7 +247,7 @@ pub(super) fn may_overlap(kernel: sys::CUfunction) -> Result<bool> {
     )
 }
 
-/// The driver's handle of a stream. Null, 1 and 2 are the default streams in the driver's interface as in the runtime's.
+/// The driver's handle of a stream. Null, 1 and 2 are the default streams for the driver as for the runtime.
 pub(super) fn stream(stream: Stream) -> CUstream {
     stream.0 as CUstream
 }
@@ -251,7 +255,7 @@ pub(super) fn stream(stream: Stream) -> CUstream {
 /// `cuStreamGetCtx_v2`, of drivers of CUDA 12.5 and newer.
 type GetContexts = unsafe extern "C" fn(CUstream, *mut CUcontext, *mut *mut c_void) -> CUresult;
 
-/// The context that a stream is of; of one of a green context, where the driver tells, the primary one of its device.
+/// The context of a stream. For a stream of a green context it is the primary one of its device, if the driver can say.
 pub(super) fn context_of(of: Stream) -> (CUresult, CUcontext) {
     static NEWER: OnceLock<Option<GetContexts>> = OnceLock::new();
     let newer = NEWER.get_or_init(|| {
@@ -269,10 +273,10 @@ pub(super) fn context_of(of: Stream) -> (CUresult, CUcontext) {
     (known, context)
 }
 
-/// The device that a context is of.
+/// The device of a context.
 pub(super) fn device_of(context: CUcontext) -> Result<c_int> {
     let (mut before, mut device) = (std::ptr::null_mut(), 0);
-    // SAFETY: writes to the locals. A stream of the caller's is of the context; what was current before is so again.
+    // SAFETY: writes to the locals. The stream belongs to the context. What was current before is current again afterwards.
     unsafe {
         call!(cuCtxGetCurrent(&raw mut before))?;
         call!(cuCtxSetCurrent(context))?;
@@ -309,10 +313,12 @@ pub(super) fn attribute(device: c_int, attribute: CUdevice_attribute) -> Result<
     Ok(value)
 }
 
-/// While it lives, this thread may do what might wait although some stream is being captured: none of that becomes part of a graph. Otherwise such a
-/// call ends captures of this thread, and those of others that are in the mode for it, PyTorch's among them. Such are (driver 580.159): to ask for an
-/// event or a stream or to wait for one, to make or destroy an executable graph, and memory, but for what is mapped by pieces. Launches, copies,
-/// records and waits of streams, and what is set of an executable graph, are not.
+/// While it lives, this thread may make driver calls that might wait, although some stream is being captured (capture mode "relaxed"). None of them
+/// becomes part of a graph.
+///
+/// Otherwise such a call ends captures of this thread, and those of other threads in global mode, PyTorch's among them. The calls are (driver
+/// 580.159): querying or waiting for an event or a stream, making or destroying an executable graph, and memory management other than VMM.
+/// Launches, copies, records and waits of streams, and updates of executable graphs are harmless.
 pub(super) struct OutsideCapture(CUstreamCaptureMode);
 
 impl OutsideCapture {
@@ -323,7 +329,7 @@ impl OutsideCapture {
         Ok(Self(mode))
     }
 
-    /// For the rest of a thread that is this library's own: what is captured is none of its business.
+    /// For the rest of the life of one of the library's own threads, which have nothing to do with captures.
     pub(super) fn enter_for_good() -> Result<()> {
         Self::enter().map(std::mem::forget)
     }
@@ -331,12 +337,12 @@ impl OutsideCapture {
 
 impl Drop for OutsideCapture {
     fn drop(&mut self) {
-        // SAFETY: gives the mode back that `enter` was given. It cannot fail where that did not.
+        // SAFETY: restores the mode that `enter` returned. It cannot fail where that call did not.
         let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut self.0) };
     }
 }
 
-/// Host memory that every GPU reaches at the address that the host knows it by.
+/// Host memory that every GPU reaches at the host's address.
 pub(super) struct Pinned {
     base: *mut c_void,
     bytes: usize,
@@ -344,7 +350,7 @@ pub(super) struct Pinned {
 
 // SAFETY: an allocation that belongs to no thread.
 unsafe impl Send for Pinned {}
-// SAFETY: as above; what is in it is accessed by atomics, or by its one owner.
+// SAFETY: as above; the memory is accessed by atomics, or by its one owner.
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
@@ -374,16 +380,43 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         let _outside = OutsideCapture::enter();
-        // SAFETY: allocated in `new` and freed once. At the end of the process the driver may be gone, and the memory with
-        // it.
+        // SAFETY: allocated in `new` and freed once. At the end of the process the driver may be gone, and the memory with it.
         let _ = unsafe { sys::cuMemFreeHost(self.base) };
     }
 }
 
-/// Memory of this process that was made reachable for GPUs, at the address that the host knows it by.
+/// Pinned memory as a slice of `T`.
+pub(super) struct PinnedSlice<T> {
+    pinned: Pinned,
+    _of: PhantomData<T>,
+}
+
+impl<T> PinnedSlice<T> {
+    /// `count` zeroed values; a context must be current.
+    ///
+    /// # Safety
+    /// All-zero bytes are a valid `T`, and a `T` needs no drop.
+    pub(super) unsafe fn new(count: usize) -> Result<Self> {
+        Ok(Self {
+            pinned: Pinned::new(count * size_of::<T>())?,
+            _of: PhantomData,
+        })
+    }
+}
+
+impl<T> Deref for PinnedSlice<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: the memory is page-aligned, of this size and was zeroed, which is a value; only atomics are written.
+        unsafe { std::slice::from_raw_parts(self.pinned.base().cast(), self.pinned.bytes() / size_of::<T>()) }
+    }
+}
+
+/// Memory of this process that is registered with every GPU, at the host's address.
 pub(super) struct Registered(*mut c_void);
 
-// SAFETY: an address that is given back once.
+// SAFETY: an address that is unregistered once.
 unsafe impl Send for Registered {}
 // SAFETY: as above.
 unsafe impl Sync for Registered {}
@@ -406,5 +439,57 @@ impl Drop for Registered {
         let _outside = OutsideCapture::enter();
         // SAFETY: registered in `new`, and still mapped. As for `Pinned`, the driver may be gone.
         let _ = unsafe { sys::cuMemHostUnregister(self.0) };
+    }
+}
+
+/// Zeroed device memory of the current context. `stream` is the module's own.
+pub(super) fn zeroed(bytes: usize, stream: CUstream) -> Result<CUdeviceptr> {
+    let _outside = OutsideCapture::enter()?;
+    let mut memory = 0;
+    // SAFETY: written to the local.
+    unsafe { call!(cuMemAlloc_v2(&raw mut memory, bytes)) }
+        .map_err(|error| lacking(format_args!("{bytes} bytes of"), error))?;
+    zero(memory, bytes, stream)?;
+    Ok(memory)
+}
+
+/// Zeroes device memory that nobody uses, of at least `bytes` bytes.
+pub(super) fn zero(memory: CUdeviceptr, bytes: usize, stream: CUstream) -> Result<()> {
+    let _outside = OutsideCapture::enter()?;
+    // SAFETY: the caller's memory. The default stream would wait for kernels of the caller's streams.
+    unsafe {
+        call!(cuMemsetD8Async(memory, 0, bytes, stream))?;
+        call!(cuStreamSynchronize(stream))
+    }
+}
+
+/// Frees device memory, once the device has done what uses it.
+pub(super) fn free(memory: CUdeviceptr) -> Result<()> {
+    let _outside = OutsideCapture::enter()?;
+    // SAFETY: an address that is no allocation is refused.
+    unsafe { call!(cuMemFree_v2(memory)) }
+}
+
+/// Asks the driver for attributes of an address, each with the place for its value. It leaves or zeroes the places of unknown attributes, and does
+/// not access the address.
+///
+/// # Safety
+/// Each place is of its attribute's type.
+pub(super) unsafe fn pointer_attributes<const N: usize>(
+    address: usize,
+    asked: [(CUpointer_attribute, *mut c_void); N],
+) -> Result<()> {
+    let (mut attributes, mut places) = (
+        asked.map(|(attribute, _)| attribute),
+        asked.map(|(_, place)| place),
+    );
+    // SAFETY: as many places as attributes, each of its attribute's type by the caller's contract.
+    unsafe {
+        call!(cuPointerGetAttributes(
+            N as c_uint,
+            attributes.as_mut_ptr(),
+            places.as_mut_ptr(),
+            address as CUdeviceptr
+        ))
     }
 }

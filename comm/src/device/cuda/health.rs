@@ -1,7 +1,7 @@
-//! Whether a GPU still works, as far as is known.
+//! Whether a GPU still works.
 //!
-//! To ask the driver may take as long as another thread's call holds its lock, and a `cudaFree` does until all kernels have ended. So a
-//! thread asks, whenever somebody wants to know, and everybody else looks at what it has found out.
+//! A query of the driver may take as long as another thread's call holds the driver's lock: a `cudaFree` holds it until all kernels have ended. So a
+//! thread queries whenever somebody asks, and callers look at what it has found.
 
 use std::{
     ffi::c_int,
@@ -31,7 +31,7 @@ pub(super) struct Health {
     device: c_int,
     stream: Own,
     found: Arc<OnceLock<DeviceError>>,
-    /// Asks the thread to ask; it is there from the first time on, if there can be one.
+    /// Wakes the thread. Set at the first use; `None` if the thread could not be started.
     ask: OnceLock<Option<SyncSender<()>>>,
 }
 
@@ -45,18 +45,18 @@ impl Health {
         }
     }
 
-    /// What has broken the GPU for good, by the driver's answer; may wait for its lock.
+    /// Queries the driver; may wait for its lock. Fails if the GPU is broken for good.
     pub(super) fn check(&self) -> Result<()> {
         query(self.stream)
     }
 
-    /// The same as far as it is known, which is made to be known better. Calls nothing.
+    /// The known fault. Only reads memory, and wakes the thread for another query.
     pub(super) fn fault(&self) -> Option<DeviceError> {
         if let Some(fault) = self.found.get() {
             return Some(fault.clone());
         }
         if let Some(ask) = self.ask.get_or_init(|| self.start()) {
-            // It has been asked already, or has found something.
+            // Otherwise it is already awake, or has found a fault.
             let _ = ask.try_send(());
         }
         None
@@ -65,7 +65,7 @@ impl Health {
     fn start(&self) -> Option<SyncSender<()>> {
         let (sender, asked) = sync_channel(1);
         let (stream, found) = (self.stream, self.found.clone());
-        // Without it a fault is found out by the next call that the caller makes.
+        // Without the thread, the caller's next driver call finds a fault.
         let thread = thread::Builder::new()
             .name(format!("rs-health-{}", self.device))
             .stack_size(64 << 10)
@@ -83,11 +83,11 @@ fn run(stream: Own, found: &OnceLock<DeviceError>, asked: &Receiver<()>) {
     }
 }
 
-/// What a kernel did wrong is the answer to every call in its context.
+/// After a kernel fault, every call in its context returns the fault.
 fn query(stream: Own) -> Result<()> {
-    // Somebody's capture has nothing to do with it.
+    // Other threads' captures must go on.
     let _outside = OutsideCapture::enter()?;
-    // SAFETY: a stream of our own.
+    // SAFETY: the module's own stream.
     match unsafe { sys::cuStreamQuery(stream.0) } {
         CUresult::CUDA_ERROR_NOT_READY => Ok(()),
         result => check("a kernel on the GPU", result),

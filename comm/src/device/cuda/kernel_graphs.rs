@@ -1,35 +1,40 @@
-//! Eager launches by executable graphs of one kernel, which take half of the host's time of a launch: 1.4 µs for a small argument and the launch
-//! instead of 2.7 (docs/decisions/0006-eager-launch-by-graph.md). On the GPU they are as launches that wait for the end of what is before them in
-//! their stream, and have that stream's priority.
+//! Eager launches by executable graphs of one kernel. They take half of the host's time: 1.4 µs for a small argument and the launch instead of 2.7
+//! (docs/decisions/0006-eager-launch-by-graph.md). On the GPU they behave like launches that wait for the end of what is before them in their
+//! stream, and have that stream's priority.
 //!
-//! The driver runs one launch of such a graph after another, whatever their streams are (`cuGraphLaunch`), so each communicator has some of its own, whose
-//! operations run one after another anyhow; and to make another stream wait for the last of them, it is enough to launch that one's graph there.
+//! The driver runs the launches of one executable graph one after another, whatever their streams (`cuGraphLaunch`). So each communicator, whose
+//! operations run one after another anyway, has graphs of its own. Another stream waits for the last launch when its graph is launched there
+//! again, with a kernel that does nothing.
 //!
-//! They are all made when the GPU is opened, and never given back to the driver: to make one it may wait for all that the GPU
-//! has to do (seen with 43 of a process, when it had to have more memory), also for a kernel that waits for whoever makes the communicator.
+//! All graphs are made when the GPU is opened, and never destroyed. To make one, the driver may have to allocate memory (seen with 43 graphs of a
+//! process). For that it waits for everything that the GPU has to do, also for a kernel that waits for the thread that makes the communicator.
 
 use std::{
-    ffi::c_void,
+    ffi::{c_int, c_void},
     sync::{Arc, Mutex},
 };
 
 use cudarc::driver::sys::{self, CUfunction, CUgraph, CUgraphExec, CUgraphNode, CUstream};
 
-use super::{
-    driver::{Kernel, OutsideCapture, call},
-    launches::Launches,
-};
-use crate::device::{End, Launcher, Result};
 use ringsight_comm_base::sync::lock;
 
-/// Kernels that a communicator has graphs of. To put another one into a graph takes 1.5 µs, what it saves.
-const OF_ONE: usize = 4;
-/// Graphs of a GPU: those of sixteen communicators. One takes 25 µs to be made and 96 KiB of the GPU.
-const OF_ALL: usize = 16 * OF_ONE;
+use super::{
+    driver::{Kernel, OutsideCapture, call},
+    launch_queue::LaunchQueue,
+};
+use crate::{
+    device::{LaunchEnd, Launcher, Result},
+    env, log,
+};
 
-/// The graphs of one GPU that no communicator has.
-pub(super) struct Stock {
-    launches: Arc<Launches>,
+/// Graphs of a communicator, one per kernel. Putting another kernel into a graph takes 1.5 µs, which is what a graph saves.
+const PER_COMMUNICATOR: usize = 4;
+/// Graphs of a GPU: enough for sixteen communicators. A graph takes 25 µs to make and 96 KiB of the GPU.
+const PER_GPU: usize = 16 * PER_COMMUNICATOR;
+
+/// The graphs of one GPU that no communicator uses.
+pub(super) struct GraphStock {
+    queue: Arc<LaunchQueue>,
     /// The kernel that does nothing.
     nothing: Kernel,
     instances: Mutex<Instances>,
@@ -38,19 +43,19 @@ pub(super) struct Stock {
 #[derive(Default)]
 struct Instances {
     free: Vec<Instance>,
-    /// What was launched with them last need not be over.
-    given_back: Vec<Instance>,
+    /// Graphs whose last launches may still run.
+    returned: Vec<Instance>,
 }
 
-/// The graphs of one communicator, at least one.
+/// The graphs of one communicator: at least one.
 pub(super) struct KernelGraphs {
-    /// The one that was launched last comes first.
+    /// The last launched one comes first.
     instances: Vec<Instance>,
-    stock: Arc<Stock>,
+    stock: Arc<GraphStock>,
 }
 
 struct Instance {
-    /// Its kernel.
+    /// The kernel in it.
     function: CUfunction,
     graph: CUgraph,
     node: CUgraphNode,
@@ -63,7 +68,7 @@ unsafe impl Send for Instance {}
 impl Drop for Instance {
     fn drop(&mut self) {
         let _outside = OutsideCapture::enter();
-        // SAFETY: made in `Instance::new` and given back once. Launches that are not over go on.
+        // SAFETY: made in `Instance::new` and destroyed once. Launches that are not over go on.
         unsafe {
             if !self.exec.is_null() {
                 let _ = sys::cuGraphExecDestroy(self.exec);
@@ -73,7 +78,7 @@ impl Drop for Instance {
     }
 }
 
-/// What a node is told of its kernel.
+/// The parameters of a kernel node.
 fn parameters(kernel: &Kernel, arguments: &mut [*mut c_void]) -> sys::CUDA_KERNEL_NODE_PARAMS_v2 {
     sys::CUDA_KERNEL_NODE_PARAMS_v2 {
         func: kernel.function,
@@ -104,7 +109,7 @@ impl Instance {
             exec: std::ptr::null_mut(),
         };
         let parameters = parameters(kernel, &mut []);
-        // SAFETY: handles of this graph's; results are written to the locals.
+        // SAFETY: handles of this graph; results are written to the locals.
         unsafe {
             call!(cuGraphAddKernelNode_v2(
                 &raw mut made.node,
@@ -114,16 +119,16 @@ impl Instance {
                 &raw const parameters
             ))?;
             call!(cuGraphInstantiateWithFlags(&raw mut made.exec, graph, 0))?;
-            // Now: the first launch would, with kernels on the GPU that others wait for.
+            // Upload now. Otherwise the first launch would, with kernels on the GPU that other ranks wait for.
             call!(cuGraphUpload(made.exec, stream))?;
         }
         Ok(made)
     }
 
-    /// Its kernel is this one from now on, with copies of these arguments; launches that are under way keep theirs.
+    /// Sets its kernel, with a copy of the arguments. Launches in flight keep theirs.
     ///
     /// # Safety
-    /// `arguments` are the kernel's.
+    /// `arguments` point to the kernel's arguments.
     #[inline]
     unsafe fn set(&mut self, kernel: &Kernel, arguments: &mut [*mut c_void]) -> Result<()> {
         let parameters = parameters(kernel, arguments);
@@ -140,7 +145,7 @@ impl Instance {
     }
 
     /// # Safety
-    /// As for [`Kernel::launch`] of its kernel and arguments.
+    /// The conditions of [`Kernel::launch`], for its kernel and arguments.
     #[inline]
     unsafe fn launch(&self, stream: CUstream) -> Result<()> {
         // SAFETY: the caller's.
@@ -148,35 +153,54 @@ impl Instance {
     }
 }
 
-impl Stock {
-    /// For the GPU whose context is current and whose launches these are. `nothing`: a kernel that does nothing and has no arguments. Nothing in
-    /// `stream` waits for others.
-    pub(super) fn new(launches: Arc<Launches>, nothing: Kernel, stream: CUstream) -> Result<Arc<Self>> {
+impl GraphStock {
+    /// The graphs of a GPU; `None` if they are off (`RINGSIGHT_GRAPH_LAUNCH`) or cannot be made. `nothing`: the kernel that does nothing and has no
+    /// arguments. `stream` is the module's own.
+    pub(super) fn open(
+        device: c_int,
+        queue: &Arc<LaunchQueue>,
+        nothing: CUfunction,
+        stream: CUstream,
+    ) -> Option<Arc<Self>> {
+        if !env::switch("RINGSIGHT_GRAPH_LAUNCH", true) {
+            return None;
+        }
+        let made = Self::new(queue.clone(), Kernel::single(nothing), stream);
+        made.inspect_err(|error| {
+            tracing::warn!(
+                target: log::INIT,
+                "GPU {device}: kernels are launched without graphs, which takes the host longer: {error}"
+            );
+        })
+        .ok()
+    }
+
+    fn new(queue: Arc<LaunchQueue>, nothing: Kernel, stream: CUstream) -> Result<Arc<Self>> {
         let _outside = OutsideCapture::enter()?;
-        let free = (0..OF_ALL)
+        let free = (0..PER_GPU)
             .map(|_| Instance::new(&nothing, stream))
             .collect::<Result<_>>()?;
         let instances = Instances {
             free,
-            given_back: Vec::new(),
+            returned: Vec::new(),
         };
         Ok(Arc::new(Self {
-            launches,
+            queue,
             nothing,
             instances: Mutex::new(instances),
         }))
     }
 
-    /// What a new communicator gets, if there is something.
+    /// Graphs for a new communicator, if there are any left.
     pub(super) fn take(self: &Arc<Self>) -> Option<KernelGraphs> {
         let mut instances = lock(&self.instances);
-        // Under that lock: nothing is given back meanwhile, and what has been is not launched any more.
-        let is_idle = lock(&self.launches.exchange).running == 0;
-        let Instances { free, given_back } = &mut *instances;
+        // Under the lock nothing is returned, and returned graphs are not launched any more.
+        let is_idle = self.queue.is_idle();
+        let Instances { free, returned } = &mut *instances;
         if is_idle {
-            free.append(given_back);
+            free.append(returned);
         }
-        let left = free.len().saturating_sub(OF_ONE);
+        let left = free.len().saturating_sub(PER_COMMUNICATOR);
         let taken = free.split_off(left);
         drop(instances);
         (!taken.is_empty()).then(|| KernelGraphs {
@@ -188,45 +212,45 @@ impl Stock {
 
 impl Drop for KernelGraphs {
     fn drop(&mut self) {
-        lock(&self.stock.instances).given_back.append(&mut self.instances);
+        lock(&self.stock.instances).returned.append(&mut self.instances);
     }
 }
 
 impl KernelGraphs {
-    /// Launches a kernel into a stream that is in no capture, of the GPU that they are of, whose context is current. Captures of other threads it
-    /// does not disturb.
+    /// Launches a kernel in a stream of their GPU, whose context is current. The stream is in no capture. Captures of other threads are not
+    /// disturbed.
     ///
     /// # Safety
-    /// As for [`Kernel::launch`].
+    /// The conditions of [`Kernel::launch`].
     #[inline]
     pub(super) unsafe fn launch(
         &mut self,
         kernel: &Kernel,
         stream: CUstream,
         arguments: &mut [*mut c_void],
-    ) -> Result<End> {
+    ) -> Result<LaunchEnd> {
         let has = |instance: &Instance| instance.function == kernel.function;
-        // The one that was not launched for the longest time, if none has this kernel.
+        // If no graph has this kernel, the one that was launched the longest ago.
         let oldest = self.instances.len() - 1;
         let at = self.instances.iter().position(has).unwrap_or(oldest);
         let instance = &mut self.instances[at];
-        // SAFETY: the caller's, also of a launch without the graph, should that not take them.
+        // SAFETY: the caller's, also for a launch without the graph if that does not take the kernel.
         unsafe {
             if instance.set(kernel, arguments).is_err() {
-                return kernel.launch(stream, arguments).map(|()| End::Marked);
+                return kernel.launch(stream, arguments).map(|()| LaunchEnd::ByEvent);
             }
             instance.launch(stream)?;
         }
         if at != 0 {
             self.instances[..=at].rotate_right(1);
         }
-        Ok(End::Known)
+        Ok(LaunchEnd::ByLauncher)
     }
 
-    /// Lets what follows in a stream, which is in no capture, wait for the last launch.
-    pub(super) fn follow(&mut self, stream: CUstream) -> Result<()> {
+    /// Makes later work in a stream, which is in no capture, wait for the last launch.
+    pub(super) fn wait_for_last(&mut self, stream: CUstream) -> Result<()> {
         let instance = &mut self.instances[0];
-        // SAFETY: a kernel without arguments, behind what was launched last.
+        // SAFETY: a kernel without arguments. It runs behind the last launch of this graph.
         unsafe {
             instance.set(&self.stock.nothing, &mut [])?;
             instance.launch(stream)
@@ -234,7 +258,7 @@ impl KernelGraphs {
     }
 }
 
-/// The one that a communicator has been given, if it has one.
+/// The graphs in a communicator's launcher, if it has some.
 pub(super) fn of(launcher: &mut Launcher) -> Option<&mut KernelGraphs> {
     launcher.as_mut().and_then(|launcher| launcher.downcast_mut())
 }

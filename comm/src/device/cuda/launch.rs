@@ -1,53 +1,36 @@
-//! How launches come into streams: kernels among peers, by the graphs of their communicator where that is better, and channel programs.
+//! Launches: peer operations, by the graphs of their communicator where that is faster, and channel programs.
 
 use std::{
-    ffi::c_int,
-    sync::{Arc, OnceLock},
+    ffi::c_void,
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicU32, Ordering},
+    },
 };
 
-use cudarc::driver::sys::{CUfunction, CUstream};
+use cudarc::driver::sys::CUstream;
 use ringsight_kernels::{
     Launch, WorkError,
-    cuda::{self, PeerLaunch, PeerOperation, Program},
+    cuda::{self, PeerOperation, Program},
 };
 
 use super::{
-    driver::Kernel,
-    engines,
+    CudaDevice, captures, copy_engine,
+    driver::{Kernel, call, stream as handle},
     gpu::Gpu,
-    kernel_graphs::{KernelGraphs, Stock},
-    launches::Launches,
+    kernel_graphs::{self, KernelGraphs},
+    reclaim,
 };
 use crate::{
-    device::{DeviceError, End, Launcher, Result},
-    env, log,
+    device::{Contexts, DeviceError, HostFunction, LaunchEnd, Launcher, Launches, Result, Stream},
+    log,
 };
 
-/// The graphs of a GPU's eager kernels, whose launches these are, unless that is not wanted or cannot be had. `nothing`: see [`Stock::new`].
-pub(super) fn graphs(
-    device: c_int,
-    launches: &Arc<Launches>,
-    nothing: CUfunction,
-    stream: CUstream,
-) -> Option<Arc<Stock>> {
-    if !env::switch("RINGSIGHT_GRAPH_LAUNCH", true) {
-        return None;
-    }
-    let made = Stock::new(launches.clone(), Kernel::single(nothing), stream);
-    made.inspect_err(|error| {
-        tracing::warn!(
-            target: log::INIT,
-            "GPU {device}: kernels are launched without graphs, which takes the host longer: {error}"
-        );
-    })
-    .ok()
-}
-
-/// How a launch comes into its stream.
+/// How a launch is put into its stream.
 pub(super) enum How<'a> {
-    /// In no capture, with what its communicator has for that.
+    /// In no capture, with the graphs of its communicator.
     Eager(Option<&'a mut KernelGraphs>),
-    /// As a node of a capture. Its number is for who sees the graph go, also where what follows the kernel fails.
+    /// As a node of a capture. The launch stores its number here, so that it is retired when the graph is gone, even if a later step fails.
     Captured(&'a OnceLock<u32>),
 }
 
@@ -56,17 +39,17 @@ impl How<'_> {
         matches!(self, Self::Captured(_))
     }
 
-    /// Its kernel, or the first of them, is in the stream.
-    fn has_launched(&self, launch: u32) {
+    /// Called when its first kernel is in the stream.
+    fn set_launched(&self, launch: u32) {
         if let Self::Captured(number) = self {
-            // Once for each launch.
+            // Called once per launch.
             let _ = number.set(launch);
         }
     }
 }
 
 impl Gpu {
-    /// What a new communicator's kernels are launched with; none where that cannot be had, since nobody needs it.
+    /// The graphs for a new communicator; `None` if there are none left, since it can do without.
     pub(super) fn launcher(&self) -> Launcher {
         let graphs = self.graphs.as_ref()?.take();
         if graphs.is_none() {
@@ -80,23 +63,19 @@ impl Gpu {
     }
 
     /// Puts a launch into the stream.
-    pub(super) fn launch(self: &Arc<Self>, stream: CUstream, launch: Arc<Launch>, how: How) -> Result<End> {
-        // Looked at where it is: it has several hundred bytes.
+    pub(super) fn launch(
+        self: &Arc<Self>,
+        stream: CUstream,
+        launch: Arc<Launch>,
+        how: How,
+    ) -> Result<LaunchEnd> {
+        // Used in place: it has several hundred bytes.
         match &mut PeerOperation::new(&launch) {
             Ok(Some(operation)) => self.launch_peer_operation(stream, launch, operation, how),
-            Ok(None) => self.launch_program(stream, launch, &how).map(|()| End::Marked),
+            Ok(None) => self
+                .launch_program(stream, launch, &how)
+                .map(|()| LaunchEnd::ByEvent),
             Err(error) => Err(invalid(error)),
-        }
-    }
-
-    /// The kernel of a launch among peers, which waits for what is before it in its stream.
-    pub(super) fn peer_kernel(&self, launch: &PeerLaunch) -> Kernel {
-        Kernel {
-            function: self.peer_kernels[launch.kernel],
-            blocks: launch.blocks,
-            threads: launch.threads,
-            shared_bytes: 0,
-            overlaps: false,
         }
     }
 
@@ -106,14 +85,17 @@ impl Gpu {
         launch: Arc<Launch>,
         operation: &mut PeerOperation,
         mut how: How,
-    ) -> Result<End> {
+    ) -> Result<LaunchEnd> {
         let captured = how.is_captured();
         let PeerOperation {
             launch: kernel_launch,
             copy_phase,
         } = operation;
-        let engines = copy_phase.as_ref().map(|_| engines::of(&launch)).transpose()?;
-        let head = self.enter(launch, captured, None)?;
+        let copy_engine = copy_phase
+            .as_ref()
+            .map(|_| copy_engine::of_launch(&launch))
+            .transpose()?;
+        let head = self.submit(launch, captured, None)?;
         kernel_launch.arguments.report_to(head);
         let kernel = Kernel {
             overlaps: self.may_overlap && kernel_launch.arguments.may_overlap(),
@@ -125,16 +107,16 @@ impl Gpu {
             let arguments = &mut [kernel_launch.arguments.as_mut_ptr()];
             match &mut how {
                 How::Eager(Some(graphs)) if gains => graphs.launch(&kernel, stream, arguments),
-                _ => kernel.launch(stream, arguments).map(|()| End::Marked),
+                _ => kernel.launch(stream, arguments).map(|()| LaunchEnd::ByEvent),
             }
         }
-        .inspect_err(|_| self.launches.forget(head.launch))?;
-        how.has_launched(head.launch);
-        let Some((copy_phase, engines)) = copy_phase.as_ref().zip(engines) else {
+        .inspect_err(|_| self.queue.retire(head.launch))?;
+        how.set_launched(head.launch);
+        let Some((copy_phase, copy_engine)) = copy_phase.as_ref().zip(copy_engine) else {
             return Ok(end);
         };
-        self.launch_copies(stream, kernel_launch, head, copy_phase, &engines, captured)?;
-        Ok(End::Marked)
+        self.launch_copies(stream, kernel_launch, head, copy_phase, &copy_engine, captured)?;
+        Ok(LaunchEnd::ByEvent)
     }
 
     fn launch_program(self: &Arc<Self>, stream: CUstream, launch: Arc<Launch>, how: &How) -> Result<()> {
@@ -156,7 +138,7 @@ impl Gpu {
                 }
             })
         });
-        arguments.head = self.enter(launch, how.is_captured(), on_end)?;
+        arguments.head = self.submit(launch, how.is_captured(), on_end)?;
         let number = arguments.head.launch;
         let shared_bytes = program.shared_bytes() as u32;
         let kernel = Kernel {
@@ -168,12 +150,122 @@ impl Gpu {
         };
         // SAFETY: as above.
         unsafe { kernel.launch(stream, &mut [std::ptr::from_mut(&mut arguments).cast()]) }
-            .inspect_err(|_| self.launches.forget(number))?;
-        how.has_launched(number);
+            .inspect_err(|_| self.queue.retire(number))?;
+        how.set_launched(number);
         Ok(())
     }
 }
 
 fn invalid(error: &WorkError) -> DeviceError {
     DeviceError::InvalidUsage(error.to_string())
+}
+
+impl Launches for CudaDevice {
+    fn new_launcher(&self) -> Result<Launcher> {
+        Ok(self.entered()?.launcher())
+    }
+
+    fn launch_kernel(
+        &self,
+        stream: Stream,
+        launch: Arc<Launch>,
+        launcher: &mut Launcher,
+    ) -> Result<LaunchEnd> {
+        for work in launch.channels.iter().flat_map(|channel| &channel.work) {
+            work.check()
+                .map_err(|error| DeviceError::InvalidUsage(error.to_string()))?;
+        }
+        if launch.channels.is_empty() {
+            // No block would report the end.
+            let finished: HostFunction =
+                Arc::new(move |replay| launch.observer.launch_finished(replay, launch.abort.is_set()));
+            return launch_host(stream, finished).map(|()| LaunchEnd::ByEvent);
+        }
+        let gpu = self.gpu(self.current()?)?;
+        let capturing = captures::capturing(stream)?;
+        let Some((_, graph)) = capturing else {
+            let how = How::Eager(kernel_graphs::of(launcher));
+            return gpu.launch(handle(stream), launch, how);
+        };
+        // First: a captured kernel stays in the graph whatever fails later, and uses the launch's memory as long as the graph exists.
+        let number = Arc::new(OnceLock::new());
+        let (queue, captured) = (gpu.queue.clone(), number.clone());
+        let retire = move || {
+            if let Some(number) = captured.get() {
+                queue.retire(*number);
+            }
+        };
+        reclaim::when_gone(graph, Box::new(retire))?;
+        gpu.launch(handle(stream), launch, How::Captured(&number))
+    }
+
+    fn launch_prepared(
+        &self,
+        device: i32,
+        stream: Stream,
+        launch: Arc<Launch>,
+        launcher: &mut Launcher,
+    ) -> Result<LaunchEnd> {
+        if launch.channels.is_empty() {
+            return self.launch_kernel(stream, launch, launcher);
+        }
+        let how = How::Eager(kernel_graphs::of(launcher));
+        self.gpu(device)?.launch(handle(stream), launch, how)
+    }
+
+    fn wait_for_launch(&self, stream: Stream, launcher: &mut Launcher) -> Result<()> {
+        let graphs = kernel_graphs::of(launcher);
+        let graphs = graphs.ok_or_else(|| {
+            DeviceError::InvalidUsage("a communicator without graphs has launched nothing with them".into())
+        })?;
+        graphs.wait_for_last(handle(stream))
+    }
+}
+
+/// A host function in a stream.
+struct HostNode {
+    function: HostFunction,
+    /// Calls so far; only for a function in a graph.
+    calls: Option<AtomicU32>,
+}
+
+/// The driver's callback, in stream order.
+unsafe extern "C" fn call_host(data: *mut c_void) {
+    // SAFETY: the box of `launch_host`. In a graph it lives as long as the graph, else until here.
+    let node = unsafe { &*data.cast::<HostNode>() };
+    // Relaxed: replays of one graph run one after another.
+    let replay = node
+        .calls
+        .as_ref()
+        .map_or(0, |calls| calls.fetch_add(1, Ordering::Relaxed) + 1);
+    // Nothing may unwind into the driver.
+    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| (node.function)(replay)));
+    if node.calls.is_none() {
+        // SAFETY: made by `launch_host` for this one call. Dropped on another thread, since dropping it may call the driver.
+        reclaim::drop_later(unsafe { Box::from_raw(data.cast::<HostNode>()) });
+    }
+}
+
+/// Calls a function in stream order; in a capture, at each replay.
+fn launch_host(stream: Stream, function: HostFunction) -> Result<()> {
+    let capturing = captures::capturing(stream)?;
+    let node = Box::into_raw(Box::new(HostNode {
+        function,
+        calls: capturing.is_some().then(AtomicU32::default),
+    }));
+    // SAFETY: `call_host` takes such a box.
+    let launched = unsafe { call!(cuLaunchHostFunc(handle(stream), Some(call_host), node.cast())) };
+    // SAFETY: made above. The call of an eager node drops it; a node in a graph, or in no stream, is still ours.
+    let ours = |node| unsafe { Box::from_raw(node) };
+    match (launched, capturing) {
+        (Err(error), _) => {
+            drop(ours(node));
+            Err(error)
+        }
+        (Ok(()), None) => Ok(()),
+        (Ok(()), Some((_, graph))) => {
+            let node = ours(node);
+            reclaim::when_gone(graph, Box::new(move || reclaim::drop_later(node)))
+        }
+    }
 }

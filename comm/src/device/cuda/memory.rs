@@ -1,35 +1,23 @@
-//! Memory that callers ask for, and what can be told of memory that they bring.
+//! Memory that callers allocate, and what the driver knows of the buffers that they bring.
 
-use std::ffi::{c_int, c_uint, c_void};
+use std::{
+    any::Any,
+    ffi::{c_int, c_uint},
+    ptr,
+};
 
 use cudarc::driver::sys::{CUdevice_attribute, CUdeviceptr, CUmemorytype, CUpointer_attribute};
 
-use super::driver::{OutsideCapture, attribute, call, lacking};
-use crate::device::{Allocation, DeviceError, Result};
+use super::{
+    CudaDevice,
+    driver::{self, OutsideCapture, Registered, attribute, call, lacking, pointer_attributes},
+    reclaim,
+};
+use crate::device::{Allocation, DeviceError, HostRegistration, Memory, Result};
 
-/// The driver's memory goes by these. Who asks for less gets a piece of one that others have pieces of, too: it begins
-/// anywhere, and what shares it with other processes shares theirs.
+/// Granularity of the driver's memory. A smaller allocation would be part of a block that other allocations share: it would begin anywhere, and an
+/// export to other processes would include its neighbours.
 const GRANULARITY: usize = 2 << 20;
-
-/// Memory of the current device, whose context is current. It is the caller's alone to its last page, and begins at one.
-pub(super) fn allocate(bytes: usize) -> Result<*mut u8> {
-    let whole = bytes.checked_next_multiple_of(GRANULARITY);
-    let whole =
-        whole.ok_or_else(|| DeviceError::Resource(format!("{bytes} bytes are more than there can be")))?;
-    let _outside = OutsideCapture::enter()?;
-    let mut pointer: CUdeviceptr = 0;
-    // SAFETY: writes to the local.
-    unsafe { call!(cuMemAlloc_v2(&raw mut pointer, whole)) }
-        .map_err(|error| lacking(format_args!("{whole} bytes of"), error))?;
-    Ok(pointer as *mut u8)
-}
-
-/// Gives it back, once the device has done what uses it.
-pub(super) fn free(pointer: *mut u8) -> Result<()> {
-    let _outside = OutsideCapture::enter()?;
-    // SAFETY: an address that is no allocation is refused.
-    unsafe { call!(cuMemFree_v2(pointer as CUdeviceptr)) }
-}
 
 /// What the driver knows of an address.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -37,15 +25,15 @@ struct About {
     /// `CUmemorytype`; 0 if it knows nothing.
     kind: c_uint,
     device: c_int,
-    /// Where kernels find it.
+    /// Its address for kernels; 0 if they cannot reach it.
     reached_at: CUdeviceptr,
-    /// It moves to where it is used.
+    /// Managed memory, which moves to where it is used.
     managed: bool,
 }
 
 impl About {
-    /// Why kernels of a GPU cannot use it. `unknown`: they may reach what nothing is known of.
-    fn refuse(self, address: usize, device: c_int, unknown: bool) -> Option<String> {
+    /// Why kernels of a GPU cannot use it. `accept_unknown`: accept memory that the driver does not know.
+    fn refuse(self, address: usize, device: c_int, accept_unknown: bool) -> Option<String> {
         const HOST: c_uint = CUmemorytype::CU_MEMORYTYPE_HOST as c_uint;
         const DEVICE: c_uint = CUmemorytype::CU_MEMORYTYPE_DEVICE as c_uint;
         match self.kind {
@@ -56,7 +44,7 @@ impl About {
                 self.device
             )),
             HOST if self.reached_at != 0 => None,
-            _ if unknown => None,
+            _ if accept_unknown => None,
             _ => Some(format!(
                 "{address:#x} is no memory that GPU {device} reaches: neither a GPU's nor pinned, or freed"
             )),
@@ -64,77 +52,15 @@ impl About {
     }
 }
 
-/// What the driver says of an address: attributes, and where their values go.
-///
-/// # Safety
-/// Each place is of its attribute's type.
-pub(super) unsafe fn ask<const N: usize>(
-    address: usize,
-    asked: [(CUpointer_attribute, *mut c_void); N],
-) -> Result<()> {
-    let (mut attributes, mut places) = (
-        asked.map(|(attribute, _)| attribute),
-        asked.map(|(_, place)| place),
-    );
-    // SAFETY: as many places as attributes, each of its attribute's type, says the caller; what the driver does not know it leaves or
-    // zeroes, and the address itself is not looked at.
-    unsafe {
-        call!(cuPointerGetAttributes(
-            N as c_uint,
-            attributes.as_mut_ptr(),
-            places.as_mut_ptr(),
-            address as CUdeviceptr
-        ))
-    }
-}
-
-/// Whether kernels of a GPU can use what is at `address`. Memory of another GPU is refused, as NCCL does: whether its
-/// peer access is on is known to the caller alone. `unknown`: so may they be what the driver knows nothing of.
-pub(super) fn check(address: usize, device: c_int, unknown: bool) -> Result<()> {
-    use CUpointer_attribute as Of;
-    let mut about = About::default();
-    let mut managed: c_uint = 0;
-    // SAFETY: an unsigned int, an int, an address and a boolean.
-    unsafe {
-        ask(
-            address,
-            [
-                (Of::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, (&raw mut about.kind).cast()),
-                (
-                    Of::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
-                    (&raw mut about.device).cast(),
-                ),
-                (
-                    Of::CU_POINTER_ATTRIBUTE_DEVICE_POINTER,
-                    (&raw mut about.reached_at).cast(),
-                ),
-                (Of::CU_POINTER_ATTRIBUTE_IS_MANAGED, (&raw mut managed).cast()),
-            ],
-        )
-    }?;
-    // A boolean: the driver writes its first byte.
-    about.managed = managed != 0;
-    if about.refuse(address, device, unknown).is_none() {
-        return Ok(());
-    }
-    let pageable = attribute(
-        device,
-        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS,
-    )? != 0;
-    about
-        .refuse(address, device, pageable)
-        .map_or(Ok(()), |text| Err(DeviceError::InvalidHandle(text)))
-}
-
-/// What is said of the allocation that an address is in.
+/// What the driver says of the allocation around an address.
 #[derive(Clone, Copy, Debug, Default)]
 struct Range {
     kind: c_uint,
     device: c_int,
     start: CUdeviceptr,
     bytes: usize,
-    /// Allocated as one by `cuMemAlloc`: other GPUs reach it once peer access is on, and its address is not given other memory
-    /// while it is there. What is mapped piece by piece, or comes from a pool, has rights of its own.
+    /// It was allocated as a whole by `cuMemAlloc`: other GPUs reach it once peer access is on, and its addresses hold no other memory while it exists.
+    /// VMM chunks and memory from pools have access rights of their own.
     whole: bool,
     id: u64,
 }
@@ -150,39 +76,117 @@ impl Range {
     }
 }
 
-/// The allocation that these bytes are in, if the GPUs that have peer access to `device` reach them.
-pub(super) fn allocation(address: usize, bytes: usize, device: c_int) -> Option<Allocation> {
-    use CUpointer_attribute as Of;
-    let mut range = Range::default();
-    let mut whole: c_uint = 0;
-    // SAFETY: an unsigned int, an int, an address, a size, a boolean and a number of 64 bits.
-    let known = unsafe {
-        ask(
-            address,
-            [
-                (Of::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, (&raw mut range.kind).cast()),
-                (
-                    Of::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
-                    (&raw mut range.device).cast(),
-                ),
-                (
-                    Of::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
-                    (&raw mut range.start).cast(),
-                ),
-                (Of::CU_POINTER_ATTRIBUTE_RANGE_SIZE, (&raw mut range.bytes).cast()),
-                (
-                    Of::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
-                    (&raw mut whole).cast(),
-                ),
-                (Of::CU_POINTER_ATTRIBUTE_BUFFER_ID, (&raw mut range.id).cast()),
-            ],
-        )
-    };
-    range.whole = whole != 0;
-    (known.is_ok() && range.is_open(address, bytes, device)).then_some(Allocation {
-        id: range.id,
-        start: range.start as usize,
-    })
+impl Memory for CudaDevice {
+    /// The memory is the caller's alone to its last page, and begins at a page.
+    fn allocate(&self, bytes: usize) -> Result<*mut u8> {
+        if bytes == 0 {
+            return Ok(ptr::null_mut());
+        }
+        self.entered()?;
+        let whole = bytes
+            .checked_next_multiple_of(GRANULARITY)
+            .ok_or_else(|| DeviceError::Resource(format!("{bytes} bytes are more than there can be")))?;
+        let _outside = OutsideCapture::enter()?;
+        let mut pointer: CUdeviceptr = 0;
+        // SAFETY: writes to the local.
+        unsafe { call!(cuMemAlloc_v2(&raw mut pointer, whole)) }
+            .map_err(|error| lacking(format_args!("{whole} bytes of"), error))?;
+        Ok(pointer as *mut u8)
+    }
+
+    fn free(&self, pointer: *mut u8) -> Result<()> {
+        if pointer.is_null() {
+            return Ok(());
+        }
+        // Memory of any GPU, on a thread that need not have used one, as `cudaFree` allows.
+        self.in_some_context(|| driver::free(pointer as CUdeviceptr))
+    }
+
+    /// Refuses memory of another GPU, as NCCL does: only the caller knows whether peer access to it is on.
+    fn check_buffer(&self, address: usize, device: i32, accept_unknown: bool) -> Result<()> {
+        use CUpointer_attribute as Of;
+        let mut about = About::default();
+        let mut managed: c_uint = 0;
+        // SAFETY: an unsigned int, an int, an address and a boolean.
+        unsafe {
+            pointer_attributes(
+                address,
+                [
+                    (Of::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, (&raw mut about.kind).cast()),
+                    (
+                        Of::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+                        (&raw mut about.device).cast(),
+                    ),
+                    (
+                        Of::CU_POINTER_ATTRIBUTE_DEVICE_POINTER,
+                        (&raw mut about.reached_at).cast(),
+                    ),
+                    (Of::CU_POINTER_ATTRIBUTE_IS_MANAGED, (&raw mut managed).cast()),
+                ],
+            )
+        }?;
+        // The driver writes the first byte of a boolean.
+        about.managed = managed != 0;
+        if about.refuse(address, device, accept_unknown).is_none() {
+            return Ok(());
+        }
+        let pageable = attribute(
+            device,
+            CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS,
+        )? != 0;
+        about
+            .refuse(address, device, pageable)
+            .map_or(Ok(()), |text| Err(DeviceError::InvalidHandle(text)))
+    }
+
+    fn allocation(&self, address: usize, bytes: usize, device: i32) -> Option<Allocation> {
+        use CUpointer_attribute as Of;
+        let mut range = Range::default();
+        let mut whole: c_uint = 0;
+        // SAFETY: an unsigned int, an int, an address, a size, a boolean and a 64-bit number.
+        let known = unsafe {
+            pointer_attributes(
+                address,
+                [
+                    (Of::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, (&raw mut range.kind).cast()),
+                    (
+                        Of::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+                        (&raw mut range.device).cast(),
+                    ),
+                    (
+                        Of::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+                        (&raw mut range.start).cast(),
+                    ),
+                    (Of::CU_POINTER_ATTRIBUTE_RANGE_SIZE, (&raw mut range.bytes).cast()),
+                    (
+                        Of::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+                        (&raw mut whole).cast(),
+                    ),
+                    (Of::CU_POINTER_ATTRIBUTE_BUFFER_ID, (&raw mut range.id).cast()),
+                ],
+            )
+        };
+        range.whole = whole != 0;
+        (known.is_ok() && range.is_open(address, bytes, device)).then_some(Allocation {
+            id: range.id,
+            start: range.start as usize,
+        })
+    }
+
+    fn register_host(&self, base: usize, bytes: usize) -> Result<HostRegistration> {
+        // A thread that connects ranks need not have used the device.
+        // SAFETY: the caller keeps the memory mapped.
+        let registered = self.in_some_context(|| unsafe { Registered::new(base as *mut u8, bytes) })?;
+        Ok(Some(Box::new(registered)))
+    }
+
+    fn release_when_idle(&self, bytes: usize, garbage: Box<dyn Any + Send>) {
+        reclaim::keep(bytes, garbage);
+    }
+
+    fn drop_deferred(&self, garbage: Box<dyn Any + Send>) {
+        reclaim::drop_later(garbage);
+    }
 }
 
 #[cfg(test)]
@@ -210,13 +214,13 @@ mod tests {
                 ..range
             }
             .is_open(0x10_0000, 0x10, 1),
-            "in pieces"
+            "in VMM chunks"
         );
         assert!(!Range { kind: 0, ..range }.is_open(0x10_0000, 0x10, 1));
     }
 
     #[test]
-    fn what_kernels_cannot_use_is_refused_with_its_place() {
+    fn unusable_memory_is_refused_with_its_address() {
         let host = CUmemorytype::CU_MEMORYTYPE_HOST as c_uint;
         let device = CUmemorytype::CU_MEMORYTYPE_DEVICE as c_uint;
         let about = |kind, device, reached_at, managed| About {
@@ -225,7 +229,7 @@ mod tests {
             reached_at,
             managed,
         };
-        let refused = |about: About, unknown| about.refuse(0x7000, 1, unknown);
+        let refused = |about: About, accept_unknown| about.refuse(0x7000, 1, accept_unknown);
         assert_eq!(refused(about(device, 1, 0x7000, false), false), None);
         assert_eq!(refused(about(device, 0, 0x7000, true), false), None, "managed");
         assert_eq!(refused(about(host, 0, 0x7000, false), false), None, "pinned");

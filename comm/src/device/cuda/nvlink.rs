@@ -1,5 +1,5 @@
-//! Which GPUs NVLink joins. Kernels among peers rely on it: lines of 128 bytes that a warp writes at once arrive whole, which
-//! PCIe does not promise (NCCL has LL128 over NVLink alone for the same reason).
+//! Which GPUs NVLink joins. Peer kernels need it: a line of 128 bytes that a warp writes at once arrives whole, which PCIe does not guarantee. (NCCL uses
+//! LL128 only over NVLink for the same reason.)
 
 use std::{
     ffi::{CStr, c_char, c_int, c_uint, c_void},
@@ -11,10 +11,10 @@ use cudarc::driver::sys::{self, CUdevice_P2PAttribute_enum, CUresult};
 use super::driver::call;
 use crate::device::{DeviceError, Result};
 
-/// `domain:bus:device.function`, with zeros behind it.
+/// `domain:bus:device.function`, padded with zeros.
 pub(super) type BusId = [u8; 16];
 
-/// Where a device is.
+/// The PCI address of a device.
 pub(super) fn bus_id(device: c_int) -> Result<BusId> {
     let mut bus = BusId::default();
     // SAFETY: writes at most as many bytes as it is told, a zero behind the last.
@@ -28,7 +28,7 @@ pub(super) fn bus_id(device: c_int) -> Result<BusId> {
     Ok(bus)
 }
 
-/// It as a text, whatever its bytes are.
+/// The address as text.
 pub(super) fn name(bus: &BusId) -> String {
     bus.iter()
         .take_while(|byte| byte.is_ascii_graphic())
@@ -54,7 +54,7 @@ pub(super) fn joins(device: c_int, own: &BusId, other: &BusId) -> Result<bool> {
         });
     }
     let mut atomics = 0;
-    // GPUs do atomics in each other's memory over NVLink alone.
+    // GPUs support atomics in each other's memory over NVLink only.
     // SAFETY: written to the local.
     unsafe {
         call!(cuDeviceGetP2PAttribute(
@@ -67,7 +67,7 @@ pub(super) fn joins(device: c_int, own: &BusId, other: &BusId) -> Result<bool> {
     Ok(atomics != 0)
 }
 
-/// The same from NVML, which sees devices that CUDA was told not to see; `None` if it cannot be asked.
+/// The same from NVML, which also sees devices that are hidden from CUDA; `None` if NVML is not available.
 fn managed(own: &BusId, other: &BusId) -> Option<bool> {
     /// `NVML_P2P_CAPS_INDEX_NVLINK` of `nvmlGpuP2PCapsIndex_t`.
     const NVLINK: c_uint = 2;

@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::{
-    graph::{GraphBody, Node, Retained, Step, closure},
+    graph::{Destructor, GraphBody, Node, Retained, Step, closure},
     worker::Worker,
 };
 use crate::device::{DeviceError, Result};
@@ -81,7 +81,7 @@ impl Capturing {
     }
 
     /// Keeps a destructor for the graph.
-    pub(super) fn retain(&mut self, destructor: super::graph::Destructor) {
+    pub(super) fn retain(&mut self, destructor: Destructor) {
         self.retained.push(destructor);
     }
 

@@ -91,7 +91,7 @@ pub(super) struct Node {
     pub(super) after: Vec<usize>,
 }
 
-/// A destructor of [`crate::device::Device::capture_retain`].
+/// A destructor of [`crate::device::Graphs::capture_retain`].
 pub(super) type Destructor = Box<dyn FnOnce() + Send>;
 
 /// Destructors that run when this is dropped, on the device's own thread.

@@ -11,6 +11,7 @@ use ringsight_kernels::{AbortWord, ChannelWork, Connections, Fifo, Observer, Sca
 use ringsight_records::{DataType, Function, ReduceOp};
 
 use super::*;
+use crate::device::{Graphs, Progress, Runtime, Streams};
 
 /// A gate that host functions wait at until it is opened.
 #[derive(Default)]

@@ -11,7 +11,7 @@ use std::{
 
 use ringsight_comm_base::sync::lock;
 
-use super::kept::Runs;
+use super::scheduling::Runs;
 use crate::device::{DeviceError, Progress, Result};
 
 /// What a task ends with: the text of a device fault, if there was one.

@@ -244,7 +244,7 @@ impl PlanTracker {
 
     fn destroy(&self, events: Vec<Event>) {
         if !events.is_empty() {
-            self.device.discard(Box::new(UnusedEvents {
+            self.device.drop_deferred(Box::new(UnusedEvents {
                 device: self.device.clone(),
                 events,
             }));
@@ -325,7 +325,8 @@ impl Polled for PlanTracker {
         plans.is_queried = true;
         drop(plans);
         let mut completed = 0;
-        if self.device.set_current(self.number).is_ok() && self.device.leave_captures().is_ok() {
+        if self.device.set_current(self.number).is_ok() && self.device.allow_queries_during_captures().is_ok()
+        {
             completed = self.query_eager(&eager);
             for graph in &graphs {
                 let plans = lock(&graph.plans).clone();

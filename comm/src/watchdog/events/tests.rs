@@ -8,7 +8,7 @@ use std::{
 
 use super::*;
 use crate::{
-    device::{DeviceError, GraphExec, host::HostDevice},
+    device::{DeviceError, GraphExec, Runtime, host::HostDevice},
     watchdog::settings::{Action, ProgressSource},
 };
 
@@ -39,7 +39,7 @@ impl Gate {
 }
 
 struct TestStream {
-    device: Arc<dyn Device>,
+    device: Arc<dyn Runtime>,
     poller: &'static EventPoller,
     tracker: Arc<PlanTracker>,
     stream: Stream,
@@ -47,7 +47,7 @@ struct TestStream {
 
 impl TestStream {
     fn new() -> Self {
-        let device: Arc<dyn Device> = Arc::new(HostDevice::new().unwrap());
+        let device: Arc<dyn Runtime> = Arc::new(HostDevice::new().unwrap());
         // Its own: tests run side by side.
         let poller: &'static EventPoller = Box::leak(Box::default());
         Self {

@@ -84,8 +84,8 @@ fn phase([begun, ended]: [u64; 2], events: Option<(Progress, Progress)>) -> Phas
 
 /// Creates the two events of a plan.
 pub(super) fn create_events(device: &dyn Device) -> Result<[Event; 2]> {
-    let start = device.order_event_create()?;
-    let end = device.order_event_create().inspect_err(|_| {
+    let start = device.event_create()?;
+    let end = device.event_create().inspect_err(|_| {
         // It was never used: nothing is left to be done where it cannot be destroyed.
         let _ = device.event_destroy(start);
     })?;
@@ -104,7 +104,7 @@ impl TrackedPlan {
 
     /// A plan of a graph, with events and counters of its own.
     pub(super) fn captured(device: &dyn Device) -> Result<Self> {
-        let counters = [device.counter()?, device.counter()?];
+        let counters = [device.new_counter()?, device.new_counter()?];
         Ok(Self {
             counters: Some(counters),
             ..Self::eager(create_events(device)?)
@@ -131,7 +131,7 @@ impl TrackedPlan {
             None => device.event_record(event, stream)?,
             Some(counters) => {
                 device.event_record_external(event, stream)?;
-                device.count(stream, &counters[place])?;
+                device.increment(stream, &counters[place])?;
             }
         }
         Ok(())

@@ -376,15 +376,15 @@ fn an_event_recorded_as_external_joins_nothing_but_can_be_queried() {
 fn counters_count_in_stream_order_and_in_each_replay() {
     let d = device();
     let s = d.stream_create().unwrap();
-    let counter = d.counter().unwrap();
+    let counter = d.new_counter().unwrap();
     let gate = hold(&d, s);
-    d.count(s, &counter).unwrap();
+    d.increment(s, &counter).unwrap();
     assert_eq!(counter.value(), 0, "what comes before is not done");
     gate.open();
     d.stream_synchronize(s).unwrap();
     assert_eq!(counter.value(), 1);
     d.capture_begin(s).unwrap();
-    d.count(s, &counter).unwrap();
+    d.increment(s, &counter).unwrap();
     let exec = d.graph_instantiate(d.capture_end(s).unwrap()).unwrap();
     assert_eq!(counter.value(), 1, "captured, not run");
     (0..3).for_each(|_| d.graph_launch(exec, s).unwrap());

@@ -1,4 +1,4 @@
-//! GPUDirect: memory of a GPU that network devices read and write, by its dma-buf.
+//! GPUDirect RDMA: device memory that network devices read and write by its dma-buf.
 
 use std::{
     ffi::c_int,
@@ -13,14 +13,13 @@ use cudarc::driver::sys::{
 use super::{
     driver::{OutsideCapture, attribute, call},
     gpu::Gpu,
-    share::Memory,
 };
-use crate::device::{DeviceError, Direct, Result};
+use crate::device::{DeviceError, RdmaMemory, Result};
 
-/// Pieces that GPUs' memory is mapped to their bus in: a dma-buf begins and ends with pages of the host, whatever these are.
+/// Granularity in which GPUs map their memory to the bus. A dma-buf must begin and end at pages of the host, whatever their size.
 const GRAIN: usize = 2 << 20;
 
-/// Whether kernels of a GPU see what network devices have written only after [`flush`].
+/// Whether kernels of a GPU see network devices' writes only after [`flush`].
 fn needs_flush(device: c_int) -> Result<bool> {
     use CUdevice_attribute as Of;
     let ordering = attribute(device, Of::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING)?;
@@ -41,7 +40,7 @@ fn needs_flush(device: c_int) -> Result<bool> {
 }
 
 /// Zeroed memory of a GPU, whose context is current.
-pub(super) fn direct(gpu: &Gpu, bytes: usize) -> Result<Direct> {
+pub(super) fn allocate(gpu: &Gpu, bytes: usize) -> Result<RdmaMemory> {
     let device = gpu.device;
     if attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED)? == 0 {
         return Err(DeviceError::Unavailable(format!(
@@ -50,11 +49,11 @@ pub(super) fn direct(gpu: &Gpu, bytes: usize) -> Result<Direct> {
     }
     let needs_flush = needs_flush(device)?;
     let bytes = bytes.next_multiple_of(GRAIN);
-    let memory = Memory::new(gpu, bytes)?;
+    let memory = gpu.allocate(bytes)?;
     let base = memory.base();
     let mut fd = -1;
     let _outside = OutsideCapture::enter()?;
-    // SAFETY: an `int` to write to, as the type of handle asks for; what is no such range of a device's memory is refused.
+    // SAFETY: an `int` to write to, as this type of handle needs; a range that is no device memory is refused.
     unsafe {
         call!(cuMemGetHandleForAddressRange(
             (&raw mut fd).cast(),
@@ -64,7 +63,7 @@ pub(super) fn direct(gpu: &Gpu, bytes: usize) -> Result<Direct> {
             0
         ))
     }?;
-    Ok(Direct {
+    Ok(RdmaMemory {
         base,
         // SAFETY: a new descriptor, which nobody else owns.
         dma_buf: unsafe { OwnedFd::from_raw_fd(fd) },
@@ -73,11 +72,11 @@ pub(super) fn direct(gpu: &Gpu, bytes: usize) -> Result<Direct> {
     })
 }
 
-/// Returns when kernels of a GPU see what network devices had written to its memory before.
+/// Returns when kernels of a GPU see what network devices wrote to its memory before.
 pub(super) fn flush(gpu: &Gpu) -> Result<()> {
     gpu.make_current()?;
     let _outside = OutsideCapture::enter()?;
-    // SAFETY: no arguments but numbers; the context is current.
+    // SAFETY: only numbers as arguments; the context is current.
     unsafe {
         call!(cuFlushGPUDirectRDMAWrites(
             CUflushGPUDirectRDMAWritesTarget::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX,

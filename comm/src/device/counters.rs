@@ -1,4 +1,4 @@
-//! Words that the device appends in stream order and the host reads.
+//! Words in host memory that a stream writes in order and the host reads: counters and journals.
 
 use std::sync::{
     Arc,
@@ -7,7 +7,39 @@ use std::sync::{
 
 use ringsight_kernels::cuda::journal::{JOURNAL_SLOTS, JOURNAL_WORDS};
 
-/// A list in host memory that the device appends to; see [`super::Device::append`]. It keeps the last [`JOURNAL_SLOTS`] words.
+/// A word that the device increments, from 0; see [`Graphs::increment`](super::Graphs::increment).
+#[derive(Clone)]
+pub struct Counter(Arc<dyn AsRef<AtomicU64> + Send + Sync>);
+
+impl Counter {
+    /// In plain memory, for the host device.
+    pub(super) fn of_host() -> Self {
+        struct Word(AtomicU64);
+        impl AsRef<AtomicU64> for Word {
+            fn as_ref(&self) -> &AtomicU64 {
+                &self.0
+            }
+        }
+        Self::new(Word(AtomicU64::new(0)))
+    }
+
+    pub(super) fn new(word: impl AsRef<AtomicU64> + Send + Sync + 'static) -> Self {
+        Self(Arc::new(word))
+    }
+
+    pub(super) fn word(&self) -> &AtomicU64 {
+        (*self.0).as_ref()
+    }
+
+    /// The count. Only reads memory.
+    #[must_use]
+    pub fn value(&self) -> u64 {
+        // Acquire: what the device did before it counted is visible.
+        self.word().load(Ordering::Acquire)
+    }
+}
+
+/// A ring of words to which the device appends; see [`Graphs::append`](super::Graphs::append). It keeps the last [`JOURNAL_SLOTS`] words.
 #[derive(Clone)]
 pub struct Journal(Arc<dyn AsRef<[AtomicU64]> + Send + Sync>);
 
@@ -16,7 +48,7 @@ pub struct Journal(Arc<dyn AsRef<[AtomicU64]> + Send + Sync>);
 pub struct Overrun;
 
 impl Journal {
-    /// In memory of the host's own, for the device that is the host.
+    /// In plain memory, for the host device.
     pub(super) fn of_host() -> Self {
         struct Words(Box<[AtomicU64]>);
         impl AsRef<[AtomicU64]> for Words {
@@ -37,7 +69,7 @@ impl Journal {
         (*self.0).as_ref()
     }
 
-    /// What the kernel does; one at a time.
+    /// Appends as the kernel does. One caller at a time.
     pub(super) fn append(&self, word: u64) {
         let count = self.words()[0].load(Ordering::Relaxed);
         // Release, both: see `kernels/cuda/journal.cuh`.
@@ -49,28 +81,28 @@ impl Journal {
         &self.words()[1 + (number % JOURNAL_SLOTS as u64) as usize]
     }
 
-    /// How many words have been appended. A look at memory: it calls nothing.
+    /// How many words have been appended. Only reads memory.
     #[must_use]
     pub fn count(&self) -> u64 {
-        // Acquire: what the device did before it appended is there, the words themselves too.
+        // Acquire: what the device did before it appended is visible, and so are the words.
         self.words()[0].load(Ordering::Acquire)
     }
 
     /// The words from number `from` on, oldest first.
     ///
     /// # Errors
-    /// If they are not all there any more.
+    /// Some of them are overwritten.
     pub fn read(&self, from: u64) -> Result<Vec<u64>, Overrun> {
         let count = self.count();
         if count.saturating_sub(from) > JOURNAL_SLOTS as u64 {
             return Err(Overrun);
         }
-        // Acquire: a slot that is used again comes with a count that says so, which the fence keeps from being read before.
+        // Acquire: a reused slot comes with a count that says so. The fence keeps that count from being read earlier.
         let words = (from..count)
             .map(|number| self.slot(number).load(Ordering::Acquire))
             .collect();
         fence(Ordering::Acquire);
-        // While it appends, the device writes to a slot before it counts.
+        // The device writes a slot before it counts.
         if self.words()[0].load(Ordering::Relaxed) >= from + JOURNAL_SLOTS as u64 && count > from {
             return Err(Overrun);
         }

@@ -1,5 +1,4 @@
-//! For how long the threads that run kernels were kept from running, since the machine had something else to do: a kernel that is
-//! not run moves nothing, and is not stuck.
+//! How long the operating system has kept kernel threads from running: a kernel that does not run moves nothing, and is not stuck.
 
 use std::{collections::BTreeMap, fs, sync::Mutex, time::Duration};
 
@@ -7,15 +6,15 @@ use ringsight_comm_base::{fork::PerProcess, sync::lock};
 
 #[derive(Default)]
 struct Threads {
-    /// For how long each had waited for a processor when it was last looked at, nanoseconds.
+    /// By thread: time that it had waited for a processor at the last look, nanoseconds.
     waited: BTreeMap<libc::pid_t, u64>,
-    /// The longest of them, from look to look.
+    /// Sum over the looks of the longest wait since the look before.
     longest_ns: u64,
 }
 
 static CURRENT: PerProcess<Mutex<Threads>> = PerProcess::new();
 
-/// The calling thread runs kernels as long as this lives.
+/// Registers the calling thread as one that runs kernels, while this lives.
 pub(super) struct Runs(libc::pid_t);
 
 impl Runs {
@@ -35,14 +34,14 @@ impl Drop for Runs {
     }
 }
 
-/// For how long a thread of this process has been ready to run and was not run.
+/// How long a thread of this process has been ready to run without running, nanoseconds.
 fn waited(thread: libc::pid_t) -> Option<u64> {
     let times = fs::read_to_string(format!("/proc/self/task/{thread}/schedstat")).ok()?;
     times.split_ascii_whitespace().nth(1)?.parse().ok()
 }
 
-/// For how long one of them has been kept from running, ever: between two looks of whoever asks the one that was for longest.
-pub(super) fn so_far() -> Duration {
+/// Total delay: between two calls, the longest delay of a thread counts.
+pub(super) fn longest_delay() -> Duration {
     let mut threads = lock(CURRENT.get());
     let mut longest = 0;
     for (thread, before) in &mut threads.waited {
@@ -67,7 +66,7 @@ mod tests {
 
     #[test]
     fn a_thread_that_shares_a_processor_is_kept_from_running() {
-        let (ends, before) = (AtomicBool::new(false), so_far());
+        let (ends, before) = (AtomicBool::new(false), longest_delay());
         let end = Instant::now() + Duration::from_secs(20);
         // SAFETY: a set of one processor on which this thread may run, for the threads that are made here.
         let spin = || unsafe {
@@ -79,7 +78,7 @@ mod tests {
             libc::CPU_SET(first.unwrap(), &mut one);
             assert_eq!(libc::sched_setaffinity(0, bytes, &raw const one), 0);
             let _runs = Runs::new();
-            // Not for ever: whoever waits for it may have failed.
+            // Not for ever: the waiting test may have failed.
             while !ends.load(Ordering::Relaxed) && Instant::now() < end {
                 std::hint::spin_loop();
             }
@@ -87,8 +86,8 @@ mod tests {
         thread::scope(|scope| {
             scope.spawn(spin);
             scope.spawn(spin);
-            while so_far() - before < Duration::from_millis(100) {
-                assert!(Instant::now() < end, "{:?}", so_far());
+            while longest_delay() - before < Duration::from_millis(100) {
+                assert!(Instant::now() < end, "{:?}", longest_delay());
                 thread::sleep(Duration::from_millis(5));
             }
             ends.store(true, Ordering::Relaxed);
