@@ -21,7 +21,7 @@ use anyhow::{Context as _, Result, bail};
 mod order;
 mod read;
 
-pub use order::{KnownCircle, Order, Orders};
+pub use order::{Order, Orders};
 
 /// A module's path below its crate's root; the root itself is empty.
 pub type Module = Vec<String>;

@@ -9,7 +9,7 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use serde::Deserialize;
 
-use crate::{Circle, Crate, Graph};
+use crate::{Crate, Graph};
 
 /// `layers.toml`: the order of the workspace's crates, and of modules within crates.
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -20,21 +20,6 @@ pub struct Orders {
     /// By package name: its top-level modules, lowest first.
     #[serde(default)]
     pub modules: BTreeMap<String, Order>,
-    /// Circles that are still there.
-    #[serde(default)]
-    pub circles: Vec<KnownCircle>,
-}
-
-/// A circle that is not removed yet.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct KnownCircle {
-    /// Package name.
-    pub package: String,
-    /// The modules' parent, as `a::b`.
-    pub parent: String,
-    /// Their names.
-    pub members: BTreeSet<String>,
 }
 
 /// Layers, lowest first. Names of one layer may not import each other.
@@ -119,34 +104,5 @@ impl Orders {
             .iter()
             .flat_map(|(&(from, to), arrows)| arrows.iter().map(move |arrow| (from, to, arrow.to_string())));
         order.problems(&top.map(|module| module[0].as_str()).collect(), arrows)
-    }
-
-    /// Circles of a crate that are not known, and known ones that are gone.
-    #[must_use]
-    pub fn problems_of_circles(&self, name: &str, graph: &Graph) -> Vec<String> {
-        let found = graph.circles();
-        let is_known = |circle: &Circle| {
-            self.circles.iter().any(|known| {
-                known.package == name
-                    && known.parent == circle.parent.join("::")
-                    && known.members == circle.members
-            })
-        };
-        let unknown = found.iter().filter(|circle| !is_known(circle));
-        let mut problems: Vec<_> = unknown.map(|circle| format!("{name}: {circle}")).collect();
-        let gone = self.circles.iter().filter(|known| {
-            let is_it =
-                |circle: &Circle| known.parent == circle.parent.join("::") && known.members == circle.members;
-            known.package == name && !found.iter().any(is_it)
-        });
-        problems.extend(gone.map(|known| {
-            let members: Vec<_> = known.members.iter().map(String::as_str).collect();
-            format!(
-                "{name}: the circle of {} below {} is gone or is another one: remove it from layers.toml",
-                members.join(", "),
-                known.parent
-            )
-        }));
-        problems
     }
 }

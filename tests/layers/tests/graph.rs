@@ -115,27 +115,3 @@ fn a_module_without_a_file_is_an_error_that_names_it() {
     let error = Graph::of_crate(&folder.path().join("lib.rs")).unwrap_err();
     assert!(error.to_string().contains("mod gone has no file"), "{error}");
 }
-
-#[test]
-fn a_circle_that_is_not_known_and_a_known_one_that_is_gone_are_named() {
-    let graph = graph(&[
-        ("lib.rs", "mod a; mod b;"),
-        ("a.rs", "use crate::b;"),
-        ("b.rs", "use crate::a;"),
-    ]);
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("layers.toml");
-    let known = |members: &str| {
-        let text = format!("crates = []\n[[circles]]\npackage = 'x'\nparent = ''\nmembers = [{members}]\n");
-        fs::write(&file, text).unwrap();
-        Orders::read(&file).unwrap().problems_of_circles("x", &graph)
-    };
-    assert!(known("'a', 'b'").is_empty());
-    assert_eq!(
-        known("'a', 'c'"),
-        [
-            "x: 2 modules below the root import each other: a, b",
-            "x: the circle of a, c below  is gone or is another one: remove it from layers.toml",
-        ]
-    );
-}
