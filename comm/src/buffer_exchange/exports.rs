@@ -12,15 +12,15 @@ use crate::device::{Device, VmmChunk};
 pub(super) enum Export {
     /// An allocation, as the driver numbers it.
     Whole { id: u64, start: usize },
-    /// Pieces that are mapped one behind the other, at least one.
-    Pieces(Arc<[VmmChunk]>),
+    /// Chunks that are mapped one behind the other, at least one.
+    Chunks(Arc<[VmmChunk]>),
 }
 
 impl Export {
     pub(super) fn start(&self) -> usize {
         match self {
             Self::Whole { start, .. } => *start,
-            Self::Pieces(pieces) => pieces[0].start,
+            Self::Chunks(chunks) => chunks[0].start,
         }
     }
 
@@ -30,31 +30,31 @@ impl Export {
             Self::Whole { id, start } => device
                 .allocation(*start, 1, number)
                 .is_some_and(|here| here.id == *id),
-            Self::Pieces(pieces) => {
-                let is_here = |piece: &VmmChunk| {
-                    let here = device.vmm_chunks(piece.start, 1, number, &[]);
-                    here.is_some_and(|here| here == [*piece])
+            Self::Chunks(chunks) => {
+                let is_here = |chunk: &VmmChunk| {
+                    let here = device.vmm_chunks(chunk.start, 1, number, &[]);
+                    here.is_some_and(|here| here == [*chunk])
                 };
-                pieces.iter().any(is_here)
+                chunks.iter().any(is_here)
             }
         }
     }
 
-    /// The addresses of pieces; `None` of an allocation.
+    /// The addresses of chunks; `None` of an allocation.
     pub(super) fn range(&self) -> Option<Range<usize>> {
-        let Self::Pieces(pieces) = self else { return None };
-        let last = pieces.last()?;
-        Some(pieces[0].start..last.start + last.bytes)
+        let Self::Chunks(chunks) = self else { return None };
+        let last = chunks.last()?;
+        Some(chunks[0].start..last.start + last.bytes)
     }
 
-    /// Whether a buffer is in exported pieces that still exist. Other pieces of the export do not matter.
+    /// Whether a buffer is in exported chunks that still exist. Other chunks of the export do not matter.
     pub(super) fn holds(&self, device: &dyn Device, number: i32, address: usize, bytes: usize) -> bool {
-        let (Self::Pieces(pieces), Some(range)) = (self, self.range()) else {
+        let (Self::Chunks(chunks), Some(range)) = (self, self.range()) else {
             return false;
         };
         let is_within = range.start <= address && address.saturating_add(bytes) <= range.end;
         let here = || device.vmm_chunks(address, bytes, number, &[]);
-        is_within && here().is_some_and(|here| pieces.windows(here.len()).any(|some| some == here))
+        is_within && here().is_some_and(|here| chunks.windows(here.len()).any(|some| some == here))
     }
 }
 

@@ -3,7 +3,7 @@
 use ringsight_kernels::ExportedBuffer;
 use ringsight_kernels::cuda::peer_memory::MAX_EXPORTS;
 
-use super::pieces::Ticket;
+use super::vmm_chunks::Ticket;
 use crate::checks::wire::{self, Rest};
 
 /// First four bytes of every message.
@@ -27,8 +27,8 @@ pub(super) enum Message {
 pub(super) enum ExportHandle {
     /// By a handle ([`Sharing::import_shared`](crate::device::Sharing::import_shared)).
     Whole(Vec<u8>),
-    /// By a handle and descriptors of pieces of these lengths ([`Sharing::import_vmm_chunks`](crate::device::Sharing::import_vmm_chunks)).
-    Pieces {
+    /// By a handle and descriptors of chunks of these lengths ([`Sharing::import_vmm_chunks`](crate::device::Sharing::import_vmm_chunks)).
+    Chunks {
         handle: Vec<u8>,
         sizes: Vec<u64>,
         ticket: Ticket,
@@ -69,7 +69,7 @@ impl Message {
             } => bytes.extend(handle),
             Self::Export {
                 access:
-                    ExportHandle::Pieces {
+                    ExportHandle::Chunks {
                         handle,
                         sizes,
                         ticket,
@@ -97,7 +97,7 @@ impl Message {
         let access = match kind {
             0 => ExportHandle::Whole(rest.0.to_vec()),
             1 if rest.is_empty() => return Some(Self::Withdraw { number, generation }),
-            2 => pieces(rest)?,
+            2 => chunks(rest)?,
             _ => return None,
         };
         Some(Self::Export {
@@ -113,7 +113,7 @@ fn put(bytes: &mut Vec<u8>, length: usize) {
     bytes.extend((length as u32).to_le_bytes());
 }
 
-fn pieces(mut rest: Rest<'_>) -> Option<ExportHandle> {
+fn chunks(mut rest: Rest<'_>) -> Option<ExportHandle> {
     let length = rest.u32()? as usize;
     let (handle, behind) = rest.0.split_at_checked(length)?;
     rest = Rest(behind);
@@ -123,7 +123,7 @@ fn pieces(mut rest: Rest<'_>) -> Option<ExportHandle> {
     let secret = rest.u64()?;
     let name = std::str::from_utf8(rest.0).ok()?.to_owned();
     let (sizes, _) = sizes.as_chunks();
-    Some(ExportHandle::Pieces {
+    Some(ExportHandle::Chunks {
         handle: handle.to_vec(),
         sizes: sizes.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect(),
         ticket: Ticket { name, secret },
@@ -141,11 +141,11 @@ mod tests {
             generation: 3,
             access,
         };
-        let pieces = export(ExportHandle::Pieces {
+        let chunks = export(ExportHandle::Chunks {
             handle: vec![4, 5],
             sizes: vec![2 << 20, 1 << 40],
             ticket: Ticket {
-                name: "ringsight-pieces-1".into(),
+                name: "ringsight-chunks-1".into(),
                 secret: 9,
             },
         });
@@ -155,7 +155,7 @@ mod tests {
         };
         for message in [
             export(ExportHandle::Whole(vec![1, 2, 3])),
-            pieces.clone(),
+            chunks.clone(),
             back.clone(),
         ] {
             assert_eq!(Message::parse(&message.encode()), Some(message));
@@ -163,9 +163,9 @@ mod tests {
         let bytes = back.encode();
         assert_eq!(Message::parse(&bytes[..bytes.len() - 1]), None);
         assert_eq!(Message::parse(&[&bytes[..], &[0]].concat()), None);
-        // Of pieces, what is before the name.
-        let bytes = pieces.encode();
-        for length in 0..bytes.len() - "ringsight-pieces-1".len() {
+        // Of chunks, what is before the name.
+        let bytes = chunks.encode();
+        for length in 0..bytes.len() - "ringsight-chunks-1".len() {
             assert_eq!(Message::parse(&bytes[..length]), None, "{length}");
         }
         let beyond = Message::Withdraw {

@@ -7,7 +7,7 @@
 //! | exported | the caller registers its memory, or an operation uses it (below) | the calling thread |
 //! | imported | another rank has opened the handle that a control message brought | that rank's thread `rs-maps` |
 //! | in use | kernels see in peer memory that all ranks have imported this generation | kernels |
-//! | withdrawn | the allocation is gone, or its pieces are no longer registered | the thread `rs-maps`, every [`SWEEP`] |
+//! | withdrawn | the allocation is gone, or its chunks are no longer registered | the thread `rs-maps`, every [`SWEEP`] |
 //!
 //! No call waits for an import: until all ranks have imported a buffer, kernels fall back to LL128.
 //!
@@ -23,16 +23,16 @@
 //!   it: operations that used it ended on all ranks before it was freed, and no later one names its generation.
 //! - Imports live as long as launches that may use them: with the peer memory.
 //!
-//! Memory that a caller has mapped in pieces (`cuMemMap`, as `expandable_segments` do) is exported only when it is registered: the caller may map other
-//! memory there at any time, also below a graph. The other ranks fetch a descriptor of each piece ([`pieces`]). An operation asks the driver whether each
-//! piece that it uses is still the one that was exported. Pieces are withdrawn when they are no longer registered, or when none of them is left. They are
+//! VMM chunks (memory that a caller has mapped with `cuMemMap`, as `expandable_segments` do) are exported only when it is registered: the caller may map other
+//! memory there at any time, also below a graph. The other ranks fetch a descriptor of each chunk ([`vmm_chunks`]). An operation asks the driver whether each
+//! chunk that it uses is still the one that was exported. Chunks are withdrawn when they are no longer registered, or when none of them is left. They are
 //! not withdrawn when some are left: unmapping waits for no kernel, and one may use the rest.
 
 mod exports;
 mod imports;
 mod inbox;
 mod message;
-mod pieces;
+mod vmm_chunks;
 
 use std::{
     collections::HashMap,
@@ -62,7 +62,7 @@ use self::{
     imports::ImportedBuffer,
     inbox::Event,
     message::{ExportHandle, Message},
-    pieces::{Fetch, PieceServer, Ticket},
+    vmm_chunks::{ChunkServer, Fetch, Ticket},
 };
 pub(crate) use self::{
     imports::ImportedBuffers,
@@ -114,8 +114,8 @@ struct Import {
 /// The buffer exchange of one rank of a communicator. [`BufferExchange::stop`] ends it.
 pub(crate) struct BufferExchange {
     shared: Arc<Shared>,
-    /// There once memory is exported that is mapped in pieces.
-    piece_server: Mutex<Option<PieceServer>>,
+    /// Set once VMM chunks are exported.
+    chunk_server: Mutex<Option<ChunkServer>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -135,7 +135,7 @@ impl Shared {
         may_be_new: bool,
     ) -> Option<ExportedBuffer> {
         let Some(allocation) = device.allocation(address, bytes, self.device) else {
-            return self.find_pieces(device, &lock(&self.own), address, bytes);
+            return self.find_chunks(device, &lock(&self.own), address, bytes);
         };
         let mut own = lock(&self.own);
         if let Some(number) = own.by_id.get(&allocation.id) {
@@ -161,8 +161,8 @@ impl Shared {
         )
     }
 
-    /// The exported pieces that a buffer is in.
-    fn find_pieces(
+    /// The exported chunks that a buffer is in.
+    fn find_chunks(
         &self,
         device: &dyn Device,
         own: &Exports,
@@ -177,27 +177,27 @@ impl Shared {
         own.exported(own.entries.iter().position(holds)?)
     }
 
-    /// Exports the pieces that a buffer is in. The other ranks fetch them with `ticket`.
-    fn export_pieces(
+    /// Exports the chunks that a buffer is in. The other ranks fetch them with `ticket`.
+    fn export_chunks(
         &self,
         device: &dyn Device,
         (address, bytes): (usize, usize),
         ticket: impl FnOnce() -> io::Result<Ticket>,
     ) {
-        let Some(pieces) = device.vmm_chunks(address, bytes, self.device, &self.near) else {
+        let Some(chunks) = device.vmm_chunks(address, bytes, self.device, &self.near) else {
             // It cannot be exported as a whole either, or it has been.
             if device.allocation(address, bytes, self.device).is_none() {
                 log_not_exported(
                     address,
-                    &"it is no allocation, and not mapped in pieces that descriptors can be had of",
+                    &"it is no allocation, and its VMM chunks cannot be exported",
                 );
             }
             return;
         };
-        let start = pieces[0].start;
+        let start = chunks[0].start;
         // If one can be exported, so can the others: the driver has said of each that it may be.
         let handle = device
-            .export_vmm_chunk(&pieces[0])
+            .export_vmm_chunk(&chunks[0])
             .and_then(|_| device.export_vmm_range(start));
         let handle = handle.inspect_err(|error| log_not_exported(start, error));
         let ticket = ticket().inspect_err(|error| log_not_exported(start, error));
@@ -205,25 +205,25 @@ impl Shared {
             return;
         };
         let mut own = lock(&self.own);
-        if self.find_pieces(device, &own, address, bytes).is_some() {
+        if self.find_chunks(device, &own, address, bytes).is_some() {
             return;
         }
         self.sweep(device, &mut own);
         let Some(number) = own.place(start) else { return };
-        let access = ExportHandle::Pieces {
+        let access = ExportHandle::Chunks {
             handle,
-            sizes: pieces.iter().map(|piece| piece.bytes as u64).collect(),
+            sizes: chunks.iter().map(|chunk| chunk.bytes as u64).collect(),
             ticket,
         };
-        self.enter(&mut own, number, Export::Pieces(pieces.into()), access);
+        self.enter(&mut own, number, Export::Chunks(chunks.into()), access);
     }
 
-    /// The pieces that were exported under a number, if they are still the same.
-    fn pieces(&self, number: u32, generation: u32) -> Option<Arc<[VmmChunk]>> {
+    /// The chunks that were exported under a number, if they are still the same.
+    fn chunks(&self, number: u32, generation: u32) -> Option<Arc<[VmmChunk]>> {
         let own = lock(&self.own);
         let number = number as usize;
         match own.entries.get(number)? {
-            Some(Export::Pieces(pieces)) if own.generations[number] == generation => Some(pieces.clone()),
+            Some(Export::Chunks(chunks)) if own.generations[number] == generation => Some(chunks.clone()),
             _ => None,
         }
     }
@@ -277,8 +277,8 @@ impl Shared {
         });
     }
 
-    /// Withdraws pieces that are no longer registered.
-    fn withdraw_pieces(&self, is_registered: impl Fn(Range<usize>) -> bool) {
+    /// Withdraws chunks that are no longer registered.
+    fn withdraw_chunks(&self, is_registered: impl Fn(Range<usize>) -> bool) {
         let mut own = lock(&self.own);
         for number in 0..own.entries.len() {
             let over = |entry: &mut Export| entry.range().is_some_and(|range| !is_registered(range));
@@ -303,7 +303,7 @@ impl Shared {
         let ranks = self.bases.len();
         let ImportedMemory { base, memory, .. } = match &import.access {
             ExportHandle::Whole(handle) => device.import_shared(handle)?,
-            ExportHandle::Pieces {
+            ExportHandle::Chunks {
                 handle,
                 sizes,
                 ticket,
@@ -453,7 +453,7 @@ impl BufferExchange {
         })?;
         Ok(Self {
             shared,
-            piece_server: Mutex::default(),
+            chunk_server: Mutex::default(),
             thread: Mutex::new(Some(thread)),
         })
     }
@@ -473,31 +473,31 @@ impl BufferExchange {
     pub(super) fn register(&self, device: &dyn Device, address: usize, bytes: usize) {
         if self.shared.export(device, address, bytes, true).is_none() {
             self.shared
-                .export_pieces(device, (address, bytes), || self.ticket());
+                .export_chunks(device, (address, bytes), || self.ticket());
         }
     }
 
     /// Withdraws what is no longer registered; `is_registered` says whether a range of addresses still has something that is.
     pub(super) fn deregister(&self, is_registered: impl Fn(Range<usize>) -> bool) {
-        self.shared.withdraw_pieces(is_registered);
+        self.shared.withdraw_chunks(is_registered);
     }
 
-    /// The ticket with which other ranks fetch pieces.
+    /// The ticket with which other ranks fetch chunks.
     fn ticket(&self) -> io::Result<Ticket> {
-        let mut piece_server = lock(&self.piece_server);
-        let piece_server = match &mut *piece_server {
-            Some(piece_server) => piece_server,
+        let mut chunk_server = lock(&self.chunk_server);
+        let chunk_server = match &mut *chunk_server {
+            Some(chunk_server) => chunk_server,
             none => {
                 let shared = Arc::downgrade(&self.shared);
-                let find = move |number, generation| shared.upgrade()?.pieces(number, generation);
-                none.insert(PieceServer::new(
+                let find = move |number, generation| shared.upgrade()?.chunks(number, generation);
+                none.insert(ChunkServer::new(
                     self.shared.device,
                     self.shared.rank,
                     Box::new(find),
                 )?)
             }
         };
-        Ok(piece_server.ticket().clone())
+        Ok(chunk_server.ticket().clone())
     }
 
     /// The communicator ends: nothing is imported any more.
@@ -505,8 +505,8 @@ impl BufferExchange {
         // Relaxed: a request to end, which orders nothing.
         self.shared.ending.store(true, Ordering::Relaxed);
         // Not under the lock: its thread is waited for.
-        let piece_server = lock(&self.piece_server).take();
-        drop(piece_server);
+        let chunk_server = lock(&self.chunk_server).take();
+        drop(chunk_server);
         let thread = lock(&self.thread).take();
         if let Some(thread) = thread {
             // It is over already where there is no device.

@@ -1,7 +1,7 @@
-//! Descriptors of memory that is mapped in pieces, from the rank that has exported it to the ranks that import it.
+//! Descriptors of VMM chunks, from the rank that exports them to the ranks that import them.
 //!
 //! The exporting rank has a thread that answers at an abstract unix socket, from its first export of such memory until its communicator ends. It opens a
-//! piece when that is requested and closes it when it is sent: a process may have more pieces than it may have descriptors. It is a thread of its own,
+//! chunk when that is requested and closes it when it is sent: a process may have more chunks than it may have descriptors. It is a thread of its own,
 //! since the driver may make it wait, while the thread that waits for it on the other side has buffers of its own rank to export.
 
 use std::{
@@ -45,15 +45,15 @@ pub(super) struct Ticket {
     pub(super) secret: u64,
 }
 
-/// A request for the pieces of an exported buffer.
+/// A request for the chunks of an exported buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct PieceRequest {
+struct ChunkRequest {
     secret: u64,
     number: u32,
     generation: u32,
 }
 
-impl PieceRequest {
+impl ChunkRequest {
     fn encode(self) -> Vec<u8> {
         let mut bytes = MAGIC.to_le_bytes().to_vec();
         bytes.extend(self.secret.to_le_bytes());
@@ -121,22 +121,22 @@ fn receive(socket: &Socket, ending: &AtomicBool) -> io::Result<(Vec<u8>, Option<
     }
 }
 
-/// Gives the pieces that were exported under a number and a generation.
+/// Returns the chunks that were exported under a number and a generation.
 pub(super) type Find = Box<dyn Fn(u32, u32) -> Option<Arc<[VmmChunk]>> + Send>;
 
 /// The thread that answers. Dropping it ends it.
-pub(super) struct PieceServer {
+pub(super) struct ChunkServer {
     ticket: Ticket,
     ending: Arc<AtomicBool>,
     wake: Arc<Wake>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl PieceServer {
+impl ChunkServer {
     /// Of a rank on device number `device`.
     pub(super) fn new(device: i32, rank: u32, find: Find) -> io::Result<Self> {
         let name = format!(
-            "ringsight-pieces-{}-{rank}-{:016x}",
+            "ringsight-chunks-{}-{rank}-{:016x}",
             std::process::id(),
             sys::random_u64()?
         );
@@ -170,7 +170,7 @@ impl PieceServer {
     }
 }
 
-impl Drop for PieceServer {
+impl Drop for ChunkServer {
     fn drop(&mut self) {
         // Relaxed: see `wait`.
         self.ending.store(true, Ordering::Relaxed);
@@ -227,15 +227,15 @@ impl Server {
         }
         let (question, _) = receive(client, &self.ending)?;
         let question =
-            PieceRequest::parse(&question).ok_or_else(|| refused("a question that cannot be read"))?;
+            ChunkRequest::parse(&question).ok_or_else(|| refused("a question that cannot be read"))?;
         if question.secret != self.secret {
             return Err(refused("a wrong secret"));
         }
-        let Some(pieces) = (self.find)(question.number, question.generation) else {
+        let Some(chunks) = (self.find)(question.number, question.generation) else {
             return send(client, b"\0it is shown no longer", None, &self.ending);
         };
-        for piece in &*pieces {
-            match device.export_vmm_chunk(piece) {
+        for chunk in &*chunks {
+            match device.export_vmm_chunk(chunk) {
                 Ok(fd) => send(client, &[HERE], Some(&fd), &self.ending)?,
                 Err(error) => {
                     let text = [&[0], error.to_string().as_bytes()].concat();
@@ -252,7 +252,7 @@ impl Server {
     }
 }
 
-/// Descriptors of the pieces that another rank has exported, one after another.
+/// Descriptors of the chunks that another rank has exported, one after another.
 pub(super) struct Fetch<'a> {
     socket: Socket,
     ending: &'a AtomicBool,
@@ -267,11 +267,11 @@ impl<'a> Fetch<'a> {
         ending: &'a AtomicBool,
     ) -> Result<Self> {
         let failed = |error: io::Error| {
-            DeviceError::Resource(format!("asking at @{} for its pieces: {error}", ticket.name))
+            DeviceError::Resource(format!("asking at @{} for its chunks: {error}", ticket.name))
         };
         // Its queue is longer than there are ranks.
         let socket = unix::connect(&ticket.name).map_err(failed)?;
-        let question = PieceRequest {
+        let question = ChunkRequest {
             secret: ticket.secret,
             number,
             generation,
@@ -282,7 +282,7 @@ impl<'a> Fetch<'a> {
 
     pub(super) fn next(&mut self) -> Result<OwnedFd> {
         let (bytes, fd) = receive(&self.socket, self.ending)
-            .map_err(|error| DeviceError::Resource(format!("waiting for a piece of it: {error}")))?;
+            .map_err(|error| DeviceError::Resource(format!("waiting for a chunk of it: {error}")))?;
         match (&bytes[..], fd) {
             ([HERE], Some(fd)) => Ok(fd),
             ([], _) => Err(DeviceError::InvalidHandle(
@@ -303,18 +303,18 @@ mod tests {
 
     #[test]
     fn questions_survive_the_way_and_rubbish_is_none() {
-        let question = PieceRequest {
+        let question = ChunkRequest {
             secret: 1 << 63,
             number: 3,
             generation: 9,
         };
         let bytes = question.encode();
-        assert_eq!(PieceRequest::parse(&bytes), Some(question));
+        assert_eq!(ChunkRequest::parse(&bytes), Some(question));
         for length in 0..bytes.len() {
-            assert_eq!(PieceRequest::parse(&bytes[..length]), None);
+            assert_eq!(ChunkRequest::parse(&bytes[..length]), None);
         }
-        assert_eq!(PieceRequest::parse(&[&bytes[..], &[0]].concat()), None);
-        assert_eq!(PieceRequest::parse(&[0; 20]), None);
+        assert_eq!(ChunkRequest::parse(&[&bytes[..], &[0]].concat()), None);
+        assert_eq!(ChunkRequest::parse(&[0; 20]), None);
     }
 
     /// A listener, and who has connected to it.
@@ -358,7 +358,7 @@ mod tests {
     fn nothing_is_given_to_who_does_not_know_the_secret() {
         let question = |secret| {
             let (number, generation) = (1, 1);
-            PieceRequest {
+            ChunkRequest {
                 secret,
                 number,
                 generation,
