@@ -328,8 +328,9 @@ impl Group {
             if tasks.pooled.is_none() {
                 tasks.pooled = planner.queue.submitted.take_pooled();
             }
-            let pooled = tasks.pooled.as_ref().filter(|_| window.is_none());
-            let method = match pooled.and_then(|pooled| pooled.serves(&request)) {
+            let pooled = tasks.pooled.as_mut().filter(|_| window.is_none());
+            let served = pooled.as_ref().and_then(|pooled| pooled.method_for(&request));
+            let method = match served {
                 Some(method) => method,
                 None => comm.launch.capabilities.choose(&request, window.as_ref())?,
             };
@@ -341,6 +342,9 @@ impl Group {
             };
             if op & CAPTURED != 0 {
                 planner.queue.submitted.note_captured_op(graph, op);
+            }
+            if let (Some(_), Some(pooled)) = (served, pooled) {
+                pooled.reserve(op);
             }
             (op, planner.sequences.next(request.function, peer, graph), method)
         };

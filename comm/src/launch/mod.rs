@@ -142,10 +142,9 @@ impl<'a> GroupLaunch<'a> {
         Ok(())
     }
 
-    /// Takes the plan of a call that is alone in its group, if `pooled` is the plan of an earlier such call; whether it is.
+    /// Takes the plan of a call that is alone in its group, if `pooled` is the plan of an earlier call with the same arguments. Returns whether it is.
     fn plan_from_cache(&mut self, task: &Task, group: u32, pooled: &mut Option<PooledPlan>) -> Result<bool> {
-        let serves = |pooled: &mut PooledPlan| pooled.serves(&task.request) == Some(task.method);
-        let Some(pooled) = pooled.take_if(serves) else {
+        let Some(pooled) = pooled.take_if(|pooled| pooled.is_reserved_for(task.info.op)) else {
             return Ok(false);
         };
         let number = observe::next_plan();

@@ -5,7 +5,9 @@
 //!
 //! A collective that one kernel does in peer memory is a plan by itself. Its work follows from the call and from what stays the same for the
 //! communicator's life. So a pooled plan serves the next call with the same arguments as it is, but for the numbers: nothing is chosen, checked or
-//! written again ([`PooledPlan::serves`]). The buffers' memory does not matter, only the addresses, which are the caller's each time.
+//! written again. Each call asks once whether the pooled plan serves it ([`PooledPlan::method_for`]). The plan then remembers the operation
+//! ([`PooledPlan::reserve`]), so that the launch only compares numbers. The buffers' memory does not matter, only the addresses, which are the
+//! caller's each time.
 
 use std::{collections::VecDeque, mem, sync::Arc};
 
@@ -50,6 +52,7 @@ impl Pool {
             launch,
             works,
             cached,
+            reserved_for: None,
         })
     }
 
@@ -76,17 +79,29 @@ pub(crate) struct PooledPlan {
     pub(super) works: Vec<ChannelWork>,
     /// How its operation is done, if it can serve the same call again.
     cached: Option<Method>,
+    /// The number of the operation that it serves as it is.
+    reserved_for: Option<u32>,
 }
 
 impl PooledPlan {
-    /// How it does the operation that a call asks for, if it is the plan of such a call.
-    pub(crate) fn serves(&self, request: &Request) -> Option<Method> {
+    /// How it does the operation of a call, if it is the plan of an earlier call with the same arguments.
+    pub(crate) fn method_for(&self, request: &Request) -> Option<Method> {
         let method = self.cached?;
         let [ChannelWork { work, .. }] = &*self.works else {
             return None;
         };
         let [work] = &**work else { return None };
         is_of(work, request).then_some(method)
+    }
+
+    /// Operation `op` is of a call that [`Self::method_for`] gave a method for, and is done by that method.
+    pub(crate) fn reserve(&mut self, op: u32) {
+        self.reserved_for = Some(op);
+    }
+
+    /// Whether it serves operation `op` as it is.
+    pub(super) fn is_reserved_for(&self, op: u32) -> bool {
+        self.reserved_for == Some(op)
     }
 
     /// It as the plan of this number and operation; `None` if somebody else has it, which nobody has.
