@@ -313,20 +313,48 @@ impl Signal {
     }
 }
 
+/// What an exporter did with items that it could not deliver.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Consequence {
+    /// They are kept, and tried again after this time.
+    Kept(std::time::Duration),
+    /// They are sent again in two requests.
+    Halved,
+    /// They were dropped for this reason.
+    Dropped(&'static str),
+}
+
+/// A delivery that failed, in whole or in part.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// What went wrong, in words.
+    pub error: String,
+    /// How many items it is about.
+    pub items: u64,
+    /// What was done with them.
+    pub consequence: Consequence,
+}
+
 /// What became of the items of one signal.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
     /// Delivered: acknowledged by the backend, or written to the file.
     pub delivered: u64,
-    /// Dropped, by reason (`queue_full`, `rejected`, `too_large`, `shutdown`, `io_error`, …).
+    /// Dropped, by reason (`queue_full`, `rejected`, `too_large`, `too_large_for_server`, `shutdown`, `io_error`, …).
     pub dropped: Vec<(&'static str, u64)>,
     /// What the backend said last if it does not take this signal at all; such items are dropped as [`Tally::UNSUPPORTED`].
     pub unsupported: Option<String>,
+    /// Deliveries that failed, but for those of a signal that the backend does not take. Zero from an exporter that counts none.
+    pub failures: u64,
+    /// The last of them.
+    pub last_failure: Option<Failure>,
 }
 
 impl Tally {
     /// Why items are dropped that the backend takes none of.
     pub const UNSUPPORTED: &'static str = "unsupported";
+    /// Why items are dropped that there is no room for.
+    pub const QUEUE_FULL: &'static str = "queue_full";
 
     /// Counts dropped items.
     pub fn drop_items(&mut self, reason: &'static str, items: u64) {

@@ -218,7 +218,11 @@ fn http_statuses_are_retried_or_not_as_otlp_says() {
         assert_eq!(account.delivered, u64::from(retried), "{status}");
         // There is nothing at that path, or it is not implemented.
         let unsupported = matches!(status, 404 | 501);
-        let reason = if unsupported { "unsupported" } else { "rejected" };
+        let reason = match status {
+            404 | 501 => "unsupported",
+            413 => "too_large_for_server",
+            _ => "rejected",
+        };
         let expected = if retried { vec![] } else { vec![(reason, 1)] };
         assert_eq!(account.dropped, expected, "{status}");
         let error = if unsupported {

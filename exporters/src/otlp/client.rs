@@ -19,7 +19,7 @@ use tokio_rustls::rustls::pki_types::ServerName;
 
 use super::config::{ConfigError, Endpoint, Protocol};
 use super::grpc;
-use super::response::{self, Failure, MAX_RESPONSE, Outcome, chain};
+use super::response::{self, Failure, Kind, MAX_RESPONSE, Outcome, Refusal, chain};
 use super::tls;
 
 const AGENT: &str = concat!("ringsight/", env!("CARGO_PKG_VERSION"));
@@ -30,6 +30,8 @@ pub(super) struct Client {
     tls: Option<TlsConnector>,
     headers: HeaderMap,
     connection: Option<Connection>,
+    /// Whether the server took the last request whole.
+    accepted_last: bool,
 }
 
 enum Connection {
@@ -65,6 +67,7 @@ impl Client {
             tls,
             headers,
             connection: None,
+            accepted_last: false,
         })
     }
 
@@ -89,17 +92,14 @@ impl Client {
         let outcome = tokio::time::timeout(limit, self.attempt(body)).await;
         let mut outcome = outcome.unwrap_or_else(|_| {
             let answered = self.connection.take().is_some();
-            Outcome::Retry {
-                after: None,
-                answered,
-                error: format!("no response within {}", seconds(limit)),
-            }
+            let error = format!("no response within {}", seconds(limit));
+            Outcome::refused(Kind::Transient { answered }, error)
         });
+        self.accepted_last = matches!(outcome, Outcome::Accepted { rejected: 0, .. });
         match &mut outcome {
-            Outcome::Accepted { message: text, .. }
-            | Outcome::Retry { error: text, .. }
-            | Outcome::Refused { error: text, .. }
-            | Outcome::Unsupported { error: text } => self.scrub(text),
+            Outcome::Accepted { message: text, .. } | Outcome::Refused(Refusal { error: text, .. }) => {
+                self.scrub(text);
+            }
         }
         outcome
     }
@@ -107,31 +107,26 @@ impl Client {
     async fn attempt(&mut self, body: &Bytes) -> Outcome {
         let reused = self.connection.is_some();
         let mut result = self.exchange(body).await;
-        if reused && matches!(result, Err(Failure::Broken(_))) {
-            // Most likely the server had closed an idle connection; that says nothing about a new one.
+        // A kept connection that the server closed meanwhile says nothing about a new one. If the request had left, a server which
+        // closes after each refusal would be asked twice as often as the back-off says.
+        let stale = match &result {
+            Err(Failure::Unsent(_)) => reused,
+            Err(Failure::Broken(_)) => reused && self.accepted_last,
+            _ => false,
+        };
+        if stale {
             self.connection = None;
             result = self.exchange(body).await;
         }
-        match result {
-            Ok(outcome) => outcome,
-            Err(failure) => {
-                self.connection = None;
-                match failure {
-                    Failure::Connect(error) => Outcome::Retry {
-                        after: None,
-                        answered: false,
-                        error,
-                    },
-                    Failure::Broken(error) => Outcome::Retry {
-                        after: None,
-                        answered: true,
-                        error,
-                    },
-                    Failure::TooLong => {
-                        Outcome::malformed(format!("a response of more than {MAX_RESPONSE} bytes"))
-                    }
-                }
-            }
+        let failure = match result {
+            Ok(outcome) => return outcome,
+            Err(failure) => failure,
+        };
+        self.connection = None;
+        match failure {
+            Failure::Connect(error) => Outcome::refused(Kind::UNREACHABLE, error),
+            Failure::Unsent(error) | Failure::Broken(error) => Outcome::refused(Kind::BUSY, error),
+            Failure::TooLong => Outcome::malformed(failure.to_string()),
         }
     }
 
@@ -139,17 +134,16 @@ impl Client {
         if self.connection.is_none() {
             self.connection = Some(self.connect().await?);
         }
-        let broken = |error: hyper::Error| Failure::Broken(format!("connection broken: {}", chain(&error)));
         match &mut self.connection {
             Some(Connection::Http1(connection)) => {
-                connection.ready().await.map_err(broken)?;
+                connection.ready().await?;
                 let path = self
                     .endpoint
                     .uri
                     .path_and_query()
                     .map_or("/", |path| path.as_str());
                 let request = request(path, &self.headers, body);
-                let response = connection.send_request(request).await.map_err(broken)?;
+                let response = connection.send_request(request).await?;
                 read(response).await
             }
             Some(Connection::Grpc(connection)) => {

@@ -32,7 +32,9 @@ use tonic::codec::{Codec, CompressionEncoding, DecodeBuf, Decoder, EncodeBuf, En
 use tonic::metadata::MetadataMap;
 use tonic::{Code, Status};
 
-use super::response::{self, Failure, MAX_PAUSE, MAX_RESPONSE, Outcome, RpcStatus, chain, text};
+use super::response::{
+    self, Failure, Kind, MAX_RESPONSE, MAX_WAIT, Outcome, Refusal, RpcStatus, says_too_large, text,
+};
 
 const DETAILS: &str = "grpc-status-details-bin";
 
@@ -103,7 +105,7 @@ impl Connection {
         let source = std::error::Error::source(&status);
         match source.and_then(|source| source.downcast_ref::<NoResponse>()) {
             Some(NoResponse::Proxy(outcome)) => Ok(outcome.clone()),
-            Some(NoResponse::Broken(error)) => Err(Failure::Broken(error.clone())),
+            Some(NoResponse::Failed(failure)) => Err(failure.clone()),
             None if self.failed.load(Ordering::Relaxed) => Ok(outcome(&status)),
             None => Ok(Outcome::malformed(format!(
                 "not a gRPC response: {}",
@@ -118,7 +120,7 @@ impl Connection {
 enum NoResponse {
     /// The connection broke.
     #[error("{0}")]
-    Broken(String),
+    Failed(#[from] Failure),
     /// Somebody who speaks no gRPC answered.
     #[error("the response is not gRPC's")]
     Proxy(Outcome),
@@ -126,7 +128,16 @@ enum NoResponse {
 
 impl From<NoResponse> for Failure {
     fn from(cause: NoResponse) -> Self {
-        Self::Broken(cause.to_string())
+        match cause {
+            NoResponse::Failed(failure) => failure,
+            NoResponse::Proxy(_) => Self::Broken(cause.to_string()),
+        }
+    }
+}
+
+impl From<hyper::Error> for NoResponse {
+    fn from(error: hyper::Error) -> Self {
+        Self::Failed(error.into())
     }
 }
 
@@ -136,24 +147,20 @@ struct Http2 {
     failed: Arc<AtomicBool>,
 }
 
-fn broken(error: &hyper::Error) -> NoResponse {
-    NoResponse::Broken(format!("connection broken: {}", chain(error)))
-}
-
 impl GrpcService<Body> for Http2 {
     type ResponseBody = UnsyncBoxBody<Bytes, NoResponse>;
     type Error = NoResponse;
     type Future = Pin<Box<dyn Future<Output = Result<Response<Self::ResponseBody>, NoResponse>> + Send>>;
 
     fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), NoResponse>> {
-        self.sender.poll_ready(context).map_err(|error| broken(&error))
+        self.sender.poll_ready(context).map_err(NoResponse::from)
     }
 
     fn call(&mut self, request: Request<Body>) -> Self::Future {
         let sent = self.sender.send_request(request);
         let failed = Arc::clone(&self.failed);
         Box::pin(async move {
-            let (mut head, body) = sent.await.map_err(|error| broken(&error))?.into_parts();
+            let (mut head, body) = sent.await?.into_parts();
             if head.status != StatusCode::OK && !head.headers.contains_key("grpc-status") {
                 return Err(NoResponse::Proxy(not_grpc(head.status, &head.headers)));
             }
@@ -165,7 +172,7 @@ impl GrpcService<Body> for Http2 {
                     }
                     frame
                 })
-                .map_err(|error| NoResponse::Broken(format!("response cut short: {error}")))
+                .map_err(|error| Failure::Broken(format!("response cut short: {error}")).into())
                 .boxed_unsync();
             Ok(Response::from_parts(head, body))
         })
@@ -226,42 +233,40 @@ impl Decoder for PassThrough {
 
 /// What a failure that the server sent means to a request.
 fn outcome(status: &Status) -> Outcome {
-    let error = format!("gRPC {}: {}", name(status.code()), text(status.message()));
-    let after = retry_info(status.details());
-    match status.code() {
+    let wait = retry_info(status.details());
+    let kind = match status.code() {
+        Code::ResourceExhausted | Code::OutOfRange if says_too_large(status.message()) => Kind::TooLarge,
         Code::Cancelled
         | Code::DeadlineExceeded
         | Code::Aborted
         | Code::OutOfRange
         | Code::Unavailable
-        | Code::DataLoss => Outcome::Retry {
-            after,
-            answered: true,
-            error,
-        },
+        | Code::DataLoss => Kind::BUSY,
         // It passes only if the server says when.
-        Code::ResourceExhausted if after.is_some() => Outcome::Retry {
-            after,
-            answered: true,
-            error,
-        },
-        Code::Unimplemented => Outcome::Unsupported { error },
-        _ => Outcome::refused(error),
-    }
+        Code::ResourceExhausted if wait.is_some() => Kind::BUSY,
+        Code::Unimplemented => Kind::UNSUPPORTED,
+        _ => Kind::REJECTED,
+    };
+    Outcome::Refused(Refusal {
+        kind,
+        wait,
+        error: format!("gRPC {}: {}", name(status.code()), text(status.message())),
+    })
 }
 
 /// A response of a proxy that answered in a gRPC server's place, by gRPC's mapping of HTTP statuses.
 fn not_grpc(status: StatusCode, headers: &HeaderMap) -> Outcome {
-    let error = format!("HTTP {status} without a gRPC status");
-    match status.as_u16() {
-        429 | 502 | 503 | 504 => Outcome::Retry {
-            after: response::retry_after(headers),
-            answered: true,
-            error,
-        },
-        404 => Outcome::Unsupported { error },
-        _ => Outcome::refused(error),
-    }
+    let kind = match status.as_u16() {
+        429 | 502 | 503 | 504 => Kind::BUSY,
+        404 => Kind::UNSUPPORTED,
+        413 => Kind::TooLarge,
+        _ => Kind::REJECTED,
+    };
+    Outcome::Refused(Refusal {
+        kind,
+        wait: response::retry_after(headers),
+        error: format!("HTTP {status} without a gRPC status"),
+    })
 }
 
 /// The delay in the `RetryInfo` of an encoded `google.rpc.Status`.
@@ -277,7 +282,7 @@ fn retry_info(details: &[u8]) -> Option<Duration> {
         .unwrap_or_default();
     let seconds = Duration::from_secs(u64::try_from(delay.seconds).unwrap_or(0));
     let nanos = Duration::from_nanos(u64::try_from(delay.nanos).unwrap_or(0));
-    Some(seconds.saturating_add(nanos).min(MAX_PAUSE))
+    Some(seconds.saturating_add(nanos).min(MAX_WAIT))
 }
 
 /// The specification's name of a code, as `RESOURCE_EXHAUSTED`.
@@ -312,20 +317,21 @@ mod tests {
     #[test]
     fn a_proxys_answer_is_retried_when_it_passes() {
         let headers = HeaderMap::from_iter([(http::header::RETRY_AFTER, "7".parse().unwrap())]);
-        let busy = not_grpc(StatusCode::SERVICE_UNAVAILABLE, &headers);
-        assert!(
-            matches!(busy, Outcome::Retry { after: Some(after), answered: true, .. } if after == Duration::from_secs(7))
-        );
-        let absent = not_grpc(StatusCode::NOT_FOUND, &headers);
-        assert!(matches!(absent, Outcome::Unsupported { .. }));
-        let forbidden = not_grpc(StatusCode::FORBIDDEN, &headers);
-        assert!(matches!(
-            forbidden,
-            Outcome::Refused {
-                reason: "rejected",
-                ..
-            }
-        ));
+        for (status, expected) in [
+            (StatusCode::SERVICE_UNAVAILABLE, Kind::BUSY),
+            (StatusCode::NOT_FOUND, Kind::UNSUPPORTED),
+            (StatusCode::PAYLOAD_TOO_LARGE, Kind::TooLarge),
+            (StatusCode::FORBIDDEN, Kind::REJECTED),
+        ] {
+            let Outcome::Refused(refusal) = not_grpc(status, &headers) else {
+                panic!("{status} is no success")
+            };
+            assert_eq!(
+                (refusal.kind, refusal.wait),
+                (expected, Some(Duration::from_secs(7))),
+                "{status}"
+            );
+        }
     }
 
     proptest! {

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use bytes::Bytes;
 use tokio::sync::Notify;
 
-use crate::model::{ExportStats, Signal, Tally};
+use crate::model::{Consequence, ExportStats, Failure, Signal, Tally};
 
 /// Shared by the exporter and its worker.
 pub(super) struct Queue {
@@ -20,21 +20,16 @@ pub(super) struct Queue {
 #[derive(Default)]
 struct Waiting {
     requests: [VecDeque<Request>; Signal::COUNT],
-    /// Bytes of the requests waiting and being sent.
-    bytes: usize,
+    /// Bytes of each signal's requests, waiting and being sent.
+    bytes: [usize; Signal::COUNT],
     closed: bool,
     stats: ExportStats,
 }
 
-struct Request {
-    message: Bytes,
-    items: usize,
-}
-
-impl Waiting {
-    fn drop_items(&mut self, signal: Signal, reason: &'static str, items: usize) {
-        self.stats[signal].drop_items(reason, items as u64);
-    }
+/// An encoded request, or a part of one.
+pub(super) struct Request {
+    pub(super) message: Bytes,
+    pub(super) items: usize,
 }
 
 impl Queue {
@@ -52,29 +47,37 @@ impl Queue {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Most bytes of `signal`. Each signal has a share of its own: a server that refuses one for long takes no room from the others.
+    fn share(&self, signal: Signal) -> usize {
+        match signal {
+            Signal::Traces => self.limit / 4 * 3,
+            Signal::Metrics | Signal::Logs => self.limit / 8,
+        }
+    }
+
     /// Appends a request, unless the bound is reached: then its items are dropped as `queue_full`.
     pub(super) fn push(&self, signal: Signal, message: &[u8], items: usize) {
         let message = Bytes::copy_from_slice(message);
         let mut state = self.state();
-        if state.bytes + message.len() > self.limit {
-            state.drop_items(signal, "queue_full", items);
+        if state.bytes[signal as usize] + message.len() > self.share(signal) {
+            state.stats[signal].drop_items(Tally::QUEUE_FULL, items as u64);
             return;
         }
-        state.bytes += message.len();
+        state.bytes[signal as usize] += message.len();
         state.requests[signal as usize].push_back(Request { message, items });
         drop(state);
         self.wake[signal as usize].notify_one();
     }
 
     pub(super) fn drop_items(&self, signal: Signal, reason: &'static str, items: usize) {
-        self.state().drop_items(signal, reason, items);
+        self.state().stats[signal].drop_items(reason, items as u64);
     }
 
     pub(super) fn is_closed(&self) -> bool {
         self.state().closed
     }
 
-    /// Ends [`next`](Self::next) once nothing waits.
+    /// Ends [`wait`](Self::wait) once nothing waits.
     pub(super) fn close(&self) {
         self.state().closed = true;
         self.wake.iter().for_each(Notify::notify_one);
@@ -86,30 +89,22 @@ impl Queue {
         state.closed = true;
         for signal in Signal::ALL {
             for request in std::mem::take(&mut state.requests[signal as usize]) {
-                state.bytes -= request.message.len();
-                state.drop_items(signal, "shutdown", request.items);
+                state.bytes[signal as usize] -= request.message.len();
+                state.stats[signal].drop_items("shutdown", request.items as u64);
             }
         }
     }
 
-    /// The next request of `signal`, `None` when closed and empty.
-    pub(super) async fn next(self: &Arc<Self>, signal: Signal) -> Option<Work> {
+    /// Waits until there is something of `signal` to send; `false` when the queue is closed and empty.
+    pub(super) async fn wait(&self, signal: Signal) -> bool {
         loop {
             {
-                let mut state = self.state();
-                if let Some((message, items)) =
-                    merge(&mut state.requests[signal as usize], self.request_bytes)
-                {
-                    return Some(Work {
-                        queue: Arc::clone(self),
-                        signal,
-                        message,
-                        items,
-                        settled: false,
-                    });
+                let state = self.state();
+                if !state.requests[signal as usize].is_empty() {
+                    return true;
                 }
                 if state.closed {
-                    return None;
+                    return false;
                 }
             }
             // A notification between the check and here is kept for this one waiter.
@@ -117,10 +112,18 @@ impl Queue {
         }
     }
 
-    pub(super) fn failed(&self, error: String, retried: bool) {
-        let stats = &mut self.state().stats;
-        stats.retries += u64::from(retried);
-        stats.last_error = Some(error);
+    /// The next request of `signal`: those that wait, merged as long as they stay within `ceiling` bytes.
+    pub(super) fn take(self: &Arc<Self>, signal: Signal, ceiling: usize) -> Option<(Work, Request)> {
+        let mut state = self.state();
+        let waiting = &mut state.requests[signal as usize];
+        let request = merge(waiting, self.request_bytes.min(ceiling))?;
+        let work = Work {
+            queue: Arc::clone(self),
+            signal,
+            bytes: request.message.len(),
+            unsettled: request.items,
+        };
+        Some((work, request))
     }
 
     pub(super) fn stats(&self) -> ExportStats {
@@ -130,12 +133,12 @@ impl Queue {
 
 /// Takes the first requests that together stay within `limit`. Protobuf messages are merged by concatenation, so small
 /// requests that piled up travel as one.
-fn merge(waiting: &mut VecDeque<Request>, limit: usize) -> Option<(Bytes, usize)> {
+fn merge(waiting: &mut VecDeque<Request>, limit: usize) -> Option<Request> {
     let Request { message, mut items } = waiting.pop_front()?;
     let fits =
         |len: usize, next: Option<&Request>| next.is_some_and(|next| len + next.message.len() <= limit);
     if !fits(message.len(), waiting.front()) {
-        return Some((message, items));
+        return Some(Request { message, items });
     }
     let mut merged = message.to_vec();
     while fits(merged.len(), waiting.front()) {
@@ -143,50 +146,87 @@ fn merge(waiting: &mut VecDeque<Request>, limit: usize) -> Option<(Bytes, usize)
         merged.extend_from_slice(&next.message);
         items += next.items;
     }
-    Some((merged.into(), items))
+    Some(Request {
+        message: merged.into(),
+        items,
+    })
 }
 
-/// A request that is being sent. It counts against the bound until it is settled; dropped unsettled, it was cut off by the
-/// shutdown.
+/// The account of a request that is being sent, perhaps in parts. It counts against the bound until it is dropped; items that are not
+/// settled by then were cut off by the shutdown.
 pub(super) struct Work {
     queue: Arc<Queue>,
     signal: Signal,
-    pub(super) message: Bytes,
-    items: usize,
-    settled: bool,
+    bytes: usize,
+    unsettled: usize,
 }
 
 impl Work {
-    /// The server took it, but for `rejected` items.
-    pub(super) fn delivered(mut self, rejected: u64) {
-        let rejected = usize::try_from(rejected).unwrap_or(usize::MAX).min(self.items);
+    fn settle(&mut self, items: usize) -> MutexGuard<'_, Waiting> {
+        self.unsettled = self.unsettled.saturating_sub(items);
+        self.queue.state()
+    }
+
+    /// The server took `items`, but for `rejected` of them, about which it said `error`.
+    pub(super) fn delivered(&mut self, items: usize, rejected: u64, error: Option<String>) {
+        let signal = self.signal;
+        let mut state = self.settle(items);
+        let rejected = rejected.min(items as u64);
+        let tally = &mut state.stats[signal];
+        tally.delivered += items as u64 - rejected;
+        tally.unsupported = None;
+        if rejected > 0 {
+            let error = error.clone().unwrap_or_default();
+            drop_as(tally, rejected, "rejected", error);
+        }
+        if error.is_some() {
+            state.stats.last_error = error;
+        }
+    }
+
+    /// `items` are kept, or sent again in halves.
+    pub(super) fn retried(&mut self, items: usize, error: String, consequence: Consequence) {
         let mut state = self.queue.state();
-        state.stats[self.signal].delivered += (self.items - rejected) as u64;
-        state.stats[self.signal].unsupported = None;
-        state.drop_items(self.signal, "rejected", rejected);
-        drop(state);
-        self.settled = true;
+        state.stats.retries += 1;
+        state.stats.last_error = Some(error.clone());
+        let tally = &mut state.stats[self.signal];
+        tally.failures += 1;
+        tally.last_failure = Some(Failure {
+            error,
+            items: items as u64,
+            consequence,
+        });
     }
 
-    /// It is given up.
-    pub(super) fn dropped(mut self, reason: &'static str) {
-        self.queue.drop_items(self.signal, reason, self.items);
-        self.settled = true;
+    /// `items` are given up.
+    pub(super) fn dropped(&mut self, items: usize, reason: &'static str, error: String) {
+        let signal = self.signal;
+        let mut state = self.settle(items);
+        if reason == Tally::UNSUPPORTED {
+            // No failure of what the server does take. The next one is sent all the same: servers change.
+            state.stats[signal].drop_items(reason, items as u64);
+            state.stats[signal].unsupported = Some(error);
+        } else {
+            state.stats.last_error = Some(error.clone());
+            drop_as(&mut state.stats[signal], items as u64, reason, error);
+        }
     }
+}
 
-    /// The server takes nothing of this signal, as it said by `error`. The next one is sent all the same: servers change.
-    pub(super) fn unsupported(self, error: String) {
-        self.queue.state().stats[self.signal].unsupported = Some(error);
-        self.dropped(Tally::UNSUPPORTED);
-    }
+fn drop_as(tally: &mut Tally, items: u64, reason: &'static str, error: String) {
+    tally.drop_items(reason, items);
+    tally.failures += 1;
+    tally.last_failure = Some(Failure {
+        error,
+        items,
+        consequence: Consequence::Dropped(reason),
+    });
 }
 
 impl Drop for Work {
     fn drop(&mut self) {
         let mut state = self.queue.state();
-        state.bytes -= self.message.len();
-        if !self.settled {
-            state.drop_items(self.signal, "shutdown", self.items);
-        }
+        state.bytes[self.signal as usize] -= self.bytes;
+        state.stats[self.signal].drop_items("shutdown", self.unsettled as u64);
     }
 }

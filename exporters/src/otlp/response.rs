@@ -2,57 +2,116 @@
 
 use std::time::{Duration, SystemTime};
 
-use http::{HeaderMap, StatusCode};
+use http::{HeaderMap, HeaderValue, StatusCode};
 use prost::Message;
+
+use crate::model::Tally;
 
 /// Response bytes that are read; an export response is a few dozen.
 pub(super) const MAX_RESPONSE: usize = 1 << 20;
-/// Longest pause that a server may ask for; more would only overflow.
-pub(super) const MAX_PAUSE: Duration = Duration::from_secs(3600);
+/// Longest wait that a server may ask for.
+pub(super) const MAX_WAIT: Duration = Duration::from_secs(3600);
 /// Characters of a server's own words that are kept.
 const MAX_TEXT: usize = 256;
 
-/// What became of a request.
+/// What a server made of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
     /// Taken, but for `rejected` items.
     Accepted { rejected: u64, message: String },
-    /// Worth repeating, not before `after` if the server said so.
-    Retry {
-        after: Option<Duration>,
-        answered: bool,
-        error: String,
-    },
-    /// Not worth repeating.
-    Refused { reason: &'static str, error: String },
+    /// Not taken.
+    Refused(Refusal),
+}
+
+/// Why a request was not taken.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Refusal {
+    pub(super) kind: Kind,
+    /// How long the server asks to wait, at most [`MAX_WAIT`].
+    pub(super) wait: Option<Duration>,
+    pub(super) error: String,
+}
+
+/// What a refusal says about the next attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// It may succeed. `answered` tells a server that answers from one that cannot be reached.
+    Transient { answered: bool },
+    /// It may succeed with less in it.
+    TooLarge,
+    /// It will not succeed: the items are dropped for this reason.
+    Permanent(&'static str),
+}
+
+impl Kind {
+    /// A server that answers, and may take the request later.
+    pub(super) const BUSY: Self = Self::Transient { answered: true };
+    /// No server to be reached.
+    pub(super) const UNREACHABLE: Self = Self::Transient { answered: false };
+    /// The server does not take the request.
+    pub(super) const REJECTED: Self = Self::Permanent("rejected");
     /// There is nobody who would take this signal.
-    Unsupported { error: String },
+    pub(super) const UNSUPPORTED: Self = Self::Permanent(Tally::UNSUPPORTED);
+    /// The answer does not say whether the server took the request.
+    pub(super) const MALFORMED: Self = Self::Permanent("malformed_response");
 }
 
 impl Outcome {
-    pub(super) fn malformed(error: String) -> Self {
-        Self::Refused {
-            reason: "malformed_response",
+    pub(super) fn refused(kind: Kind, error: String) -> Self {
+        Self::Refused(Refusal {
+            kind,
+            wait: None,
             error,
-        }
+        })
     }
 
-    pub(super) fn refused(error: String) -> Self {
-        Self::Refused {
-            reason: "rejected",
-            error,
-        }
+    pub(super) fn malformed(error: String) -> Self {
+        Self::refused(Kind::MALFORMED, error)
     }
 }
 
+/// Whether `said` complains about the size of a request. Servers use no code of their own for that; these are the words of:
+/// gRPC in Go, C, Python and Node.js; gRPC in Java; tonic; gRPC in .NET; `net/http` of Go, hence of the OpenTelemetry Collector.
+pub(super) fn says_too_large(said: &str) -> bool {
+    let said = said.to_ascii_lowercase();
+    let words = [
+        "message larger than max",
+        "after decompression larger than max",
+        "message exceeds maximum size",
+        "message length too large",
+        "exceeded while decompressing message",
+        "exceeds the maximum configured message size",
+        "request body too large",
+    ];
+    words.iter().any(|words| said.contains(words))
+}
+
 /// Why an attempt brought no answer.
+#[derive(Clone, Debug, thiserror::Error)]
 pub(super) enum Failure {
     /// No connection.
+    #[error("{0}")]
     Connect(String),
+    /// The connection was closed before the request left.
+    #[error("{0}")]
+    Unsent(String),
     /// The connection broke.
+    #[error("{0}")]
     Broken(String),
     /// The answer is longer than any export response.
+    #[error("a response of more than {MAX_RESPONSE} bytes")]
     TooLong,
+}
+
+impl From<hyper::Error> for Failure {
+    fn from(error: hyper::Error) -> Self {
+        let text = format!("connection broken: {}", chain(&error));
+        if error.is_closed() || error.is_canceled() {
+            Self::Unsent(text)
+        } else {
+            Self::Broken(text)
+        }
+    }
 }
 
 /// `ExportTraceServiceResponse` and those of the other signals, which are alike.
@@ -115,20 +174,26 @@ pub(super) fn http(status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Outc
     } else {
         text(&String::from_utf8_lossy(&body[..body.len().min(4 * MAX_TEXT)]))
     };
-    let error = if said.is_empty() {
-        format!("HTTP {status}")
-    } else {
-        format!("HTTP {status}: {said}")
-    };
-    match status.as_u16() {
-        429 | 502 | 503 | 504 => Outcome::Retry {
-            after: retry_after(headers),
-            answered: true,
-            error,
-        },
-        404 | 501 => Outcome::Unsupported { error },
-        _ => Outcome::refused(error),
+    let mut error = format!("HTTP {status}");
+    if status.is_redirection() {
+        let target = headers.get(http::header::LOCATION).map(HeaderValue::as_bytes);
+        let target = text(&String::from_utf8_lossy(target.unwrap_or_default()));
+        error = format!("{error}: redirects are not followed; name the endpoint that answers ({target})");
+    } else if !said.is_empty() {
+        error = format!("{error}: {said}");
     }
+    let kind = match status.as_u16() {
+        429 | 502 | 503 | 504 => Kind::BUSY,
+        404 | 501 => Kind::UNSUPPORTED,
+        413 => Kind::TooLarge,
+        400 if says_too_large(&said) => Kind::TooLarge,
+        _ => Kind::REJECTED,
+    };
+    Outcome::Refused(Refusal {
+        kind,
+        wait: retry_after(headers),
+        error,
+    })
 }
 
 /// Interprets an encoded export response.
@@ -179,14 +244,14 @@ fn content_type(headers: &HeaderMap) -> &str {
 /// `Retry-After`, in seconds or as a date.
 pub(super) fn retry_after(headers: &HeaderMap) -> Option<Duration> {
     let value = headers.get(http::header::RETRY_AFTER)?.to_str().ok()?.trim();
-    let pause = match value.parse() {
+    let wait = match value.parse() {
         Ok(seconds) => Duration::from_secs(seconds),
         Err(_) => httpdate::parse_http_date(value)
             .ok()?
             .duration_since(SystemTime::now())
             .unwrap_or_default(),
     };
-    Some(pause.min(MAX_PAUSE))
+    Some(wait.min(MAX_WAIT))
 }
 
 /// An error with its causes, which hyper's own text leaves out.
@@ -233,7 +298,7 @@ mod tests {
     fn pauses_are_read_and_bounded() {
         let pause = |text| retry_after(&headers(&[("retry-after", text)]));
         assert_eq!(pause("7"), Some(Duration::from_secs(7)));
-        assert_eq!(pause("18446744073709551615"), Some(MAX_PAUSE));
+        assert_eq!(pause("18446744073709551615"), Some(MAX_WAIT));
         assert_eq!(pause("99999999999999999999"), None);
         assert_eq!(pause("soon"), None);
         assert_eq!(pause("Thu, 01 Jan 1970 00:00:00 GMT"), Some(Duration::ZERO));
@@ -243,14 +308,40 @@ mod tests {
 
     #[test]
     fn a_servers_words_are_one_line_of_bounded_length() {
-        let Outcome::Refused { error, .. } = http(
+        let answer = http(
             StatusCode::BAD_REQUEST,
             &HeaderMap::new(),
             &b"\x1b[2J\nx".repeat(500),
-        ) else {
-            panic!("400 is final")
+        );
+        let Outcome::Refused(Refusal { error, .. }) = answer else {
+            panic!("400 is no success")
         };
         assert!(error.len() < 300 && !error.contains(char::is_control), "{error}");
+    }
+
+    #[test]
+    fn a_complaint_about_the_size_is_told_from_others() {
+        for said in [
+            "grpc: received message larger than max (5148431 vs. 4194304)",
+            "grpc: received message after decompression larger than max 4194304",
+            "SERVER: Received message larger than max (5148431 vs. 4194304)",
+            "gRPC message exceeds maximum size 4194304: 5148431",
+            "Error, decoded message length too large: found 5148431 bytes, the limit is: 4194304 bytes",
+            "Error decompressing: size limit, of 4194304 bytes, exceeded while decompressing message",
+            "Received message exceeds the maximum configured message size.",
+            "http: request body too large",
+        ] {
+            assert!(says_too_large(said), "{said}");
+        }
+        // Smaller requests help against none of these.
+        for said in [
+            "TRACE_TOO_LARGE: max size of trace (52428800) exceeded",
+            "quota exhausted",
+            "",
+            "out of range",
+        ] {
+            assert!(!says_too_large(said), "{said}");
+        }
     }
 
     proptest! {

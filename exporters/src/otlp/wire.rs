@@ -1,4 +1,4 @@
-//! The little of the protobuf wire format that writing OTLP needs.
+//! The little of the protobuf wire format that writing OTLP, and splitting what was written, needs.
 //!
 //! Everything is written in field order and in its shortest form, so the output is the one that `prost` produces.
 
@@ -146,6 +146,76 @@ pub(super) fn close(out: &mut Vec<u8>, message: &Open) {
         rest >>= 7;
     }
     out[message.at + needed - 1] &= 0x7f;
+}
+
+/// A field of an encoded message.
+pub(super) struct Field<'a> {
+    pub(super) number: u64,
+    /// Its bytes, from the tag to its end.
+    pub(super) whole: &'a [u8],
+    /// The content of a length-delimited field, else nothing.
+    pub(super) content: &'a [u8],
+}
+
+/// The fields of an encoded message in their order; `None` where it cannot be read, and then no more.
+pub(super) struct Fields<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> Fields<'a> {
+    pub(super) fn of(message: &'a [u8]) -> Self {
+        Self { rest: message }
+    }
+
+    fn read(&mut self) -> Option<Field<'a>> {
+        let begin = self.rest;
+        let tag = read_varint(&mut self.rest)?;
+        let mut content: &[u8] = &[];
+        match tag as u8 & 7 {
+            VARINT => {
+                read_varint(&mut self.rest)?;
+            }
+            FIXED64 => self.rest = self.rest.get(8..)?,
+            LEN => {
+                let len = usize::try_from(read_varint(&mut self.rest)?).ok()?;
+                (content, self.rest) = self.rest.split_at_checked(len)?;
+            }
+            _ => return None,
+        }
+        Some(Field {
+            number: tag >> 3,
+            whole: &begin[..begin.len() - self.rest.len()],
+            content,
+        })
+    }
+}
+
+impl<'a> Iterator for Fields<'a> {
+    type Item = Option<Field<'a>>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.rest.is_empty() {
+            return None;
+        }
+        let field = self.read();
+        if field.is_none() {
+            self.rest = &[];
+        }
+        Some(field)
+    }
+}
+
+fn read_varint(rest: &mut &[u8]) -> Option<u64> {
+    let mut value = 0;
+    for shift in (0..64).step_by(7) {
+        let (&byte, tail) = rest.split_first()?;
+        *rest = tail;
+        value |= u64::from(byte & 0x7f) << shift;
+        if byte < 0x80 {
+            return Some(value);
+        }
+    }
+    None
 }
 
 #[cfg(test)]

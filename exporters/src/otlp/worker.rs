@@ -2,16 +2,17 @@
 
 use std::hash::{BuildHasher as _, RandomState};
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::client::Client;
 use super::config::Retry;
-use super::queue::{Queue, Work};
+use super::halve::halve;
+use super::queue::{Queue, Request, Work};
 use super::response::Outcome;
-use crate::model::Signal;
+use super::retry::{Backoff, Fate, Sent, TOO_LARGE_FOR_SERVER};
+use crate::model::{Consequence, Signal};
 
 /// When to stop, once known.
 pub(super) type Deadline = Option<Instant>;
@@ -26,12 +27,14 @@ pub(super) async fn run(
     let [traces, metrics, logs] = clients;
     let sender = |signal, client| {
         Sender {
+            signal,
             queue: Arc::clone(&queue),
             client,
-            retry,
+            backoff: Backoff::new(retry),
             closing: closing.clone(),
+            hastened: false,
         }
-        .run(signal)
+        .run()
     };
     // Each signal has its own, so that one endpoint's outage does not hold up the others' telemetry.
     let senders = async {
@@ -59,80 +62,135 @@ async fn passed(mut closing: watch::Receiver<Deadline>) {
     }
 }
 
+/// There is no time left to send anything.
+struct OutOfTime;
+
+/// Delivers one signal.
 struct Sender {
+    signal: Signal,
     queue: Arc<Queue>,
     client: Client,
-    retry: Retry,
+    backoff: Backoff,
     closing: watch::Receiver<Deadline>,
+    /// Our own pause was cut by the shutdown. That happens once.
+    hastened: bool,
 }
 
 impl Sender {
-    async fn run(mut self, signal: Signal) {
-        while let Some(work) = self.queue.next(signal).await {
-            self.deliver(work).await;
+    async fn run(mut self) {
+        while self.queue.wait(self.signal).await {
+            // Taken after the pause, so that what came meanwhile travels with it.
+            if let Err(OutOfTime) = self.pause().await {
+                return;
+            }
+            let ceiling = self.backoff.ceiling(Instant::now().into_std());
+            if let Some((work, request)) = self.queue.take(self.signal, ceiling)
+                && let Err(OutOfTime) = self.deliver(work, request).await
+            {
+                return;
+            }
         }
     }
 
-    async fn deliver(&mut self, work: Work) {
-        let body = self.client.body(work.message.clone());
-        let mut failures = 0;
-        let mut answered_since = None;
+    /// Waits until the back-off lets a request through.
+    async fn pause(&mut self) -> Result<(), OutOfTime> {
         loop {
-            let started = Instant::now();
-            let (after, answered, error) = match self.client.send(&body).await {
-                Outcome::Accepted { rejected, message } => {
-                    if !message.is_empty() || rejected > 0 {
-                        self.failed(&format!("{rejected} rejected: {message}"), false);
-                    }
-                    return work.delivered(rejected);
-                }
-                Outcome::Refused { reason, error } => {
-                    self.failed(&error, false);
-                    return work.dropped(reason);
-                }
-                // No failure of what the server does take.
-                Outcome::Unsupported { error } => return work.unsupported(error),
-                Outcome::Retry {
-                    after,
-                    answered,
-                    error,
-                } => (after, answered, error),
-            };
-            let pause = after.unwrap_or_else(|| self.retry.pause(failures));
-            failures += 1;
-            // A request that a living server never takes must not hold up those behind it for ever.
-            answered_since = if answered {
-                answered_since.or(Some(started))
-            } else {
-                None
-            };
-            let given_up =
-                answered_since.is_some_and(|since| since.elapsed() + pause > self.retry.give_up_after);
-            self.failed(&error, !given_up);
-            if given_up {
-                return work.dropped("retries_exhausted");
+            let deadline = *self.closing.borrow();
+            if deadline.is_some() && !self.hastened {
+                // One last try at once rather than none before the deadline.
+                self.backoff.hasten();
+                self.hastened = true;
             }
-            let may_be_cut = after.is_none() && self.closing.borrow().is_none();
+            let Some(ready) = self.backoff.ready_at().map(Instant::from_std) else {
+                return Ok(());
+            };
+            if ready <= Instant::now() {
+                return Ok(());
+            }
+            if deadline.is_some_and(|deadline| deadline <= ready) {
+                return Err(OutOfTime);
+            }
             tokio::select! {
-                () = tokio::time::sleep(pause) => {}
-                // One last try at once rather than none before the deadline; a server that named a time gets it.
-                _ = self.closing.wait_for(Option::is_some), if may_be_cut => failures = 0,
+                () = tokio::time::sleep_until(ready) => return Ok(()),
+                closing = self.closing.wait_for(Option::is_some), if deadline.is_none() => {
+                    // The exporter is gone.
+                    if closing.is_err() {
+                        return Err(OutOfTime);
+                    }
+                }
             }
         }
     }
 
-    fn failed(&self, error: &str, retried: bool) {
-        self.queue
-            .failed(format!("{}: {error}", self.client.base()), retried);
+    /// Sends `request`, if need be in parts, until each part is settled.
+    async fn deliver(&mut self, mut work: Work, request: Request) -> Result<(), OutOfTime> {
+        // The next one is the last.
+        let mut parts = vec![request];
+        while let Some(part) = parts.pop() {
+            let fits = part.message.len() <= self.backoff.ceiling(Instant::now().into_std());
+            if !fits && let Some(halves) = self.halves(&part) {
+                parts.extend(halves);
+                continue;
+            }
+            let body = self.client.body(part.message.clone());
+            loop {
+                self.pause().await?;
+                let started = Instant::now().into_std();
+                let outcome = self.client.send(&body).await;
+                let (now, random) = (Instant::now().into_std(), random());
+                let refusal = match outcome {
+                    Outcome::Accepted { rejected, message } => {
+                        self.backoff.accepted(part.items, rejected, now, random);
+                        let notable = rejected > 0 || !message.is_empty();
+                        let error = notable.then(|| self.error(&format!("{rejected} rejected: {message}")));
+                        work.delivered(part.items, rejected, error);
+                        break;
+                    }
+                    Outcome::Refused(refusal) => refusal,
+                };
+                let error = self.error(&refusal.error);
+                let sent = Sent {
+                    bytes: part.message.len(),
+                    items: part.items,
+                    started,
+                };
+                match self.backoff.refused(&refusal, sent, now, random) {
+                    Fate::Kept => {
+                        let ready = self.backoff.ready_at().unwrap_or(now);
+                        let wait = ready.saturating_duration_since(now);
+                        work.retried(part.items, error, Consequence::Kept(wait));
+                    }
+                    Fate::Halved => {
+                        if let Some(halves) = self.halves(&part) {
+                            work.retried(part.items, error, Consequence::Halved);
+                            parts.extend(halves);
+                        } else {
+                            work.dropped(part.items, TOO_LARGE_FOR_SERVER, error);
+                        }
+                        break;
+                    }
+                    Fate::Dropped(reason) => {
+                        work.dropped(part.items, reason, error);
+                        break;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The two halves of `part`, the one to send first last.
+    fn halves(&self, part: &Request) -> Option<[Request; 2]> {
+        let [first, second] = halve(self.signal, &part.message, part.items)?;
+        Some([second, first].map(|(message, items)| Request { message, items }))
+    }
+
+    fn error(&self, error: &str) -> String {
+        format!("{}: {error}", self.client.base())
     }
 }
 
-impl Retry {
-    /// The pause after `failures` earlier failures: exponential, cut at random by up to a half.
-    fn pause(&self, failures: u32) -> Duration {
-        let full = self.initial.saturating_mul(1 << failures.min(20)).min(self.max);
-        // A fresh `RandomState` is random enough to keep collectors from retrying in step.
-        let random = (RandomState::new().hash_one(failures) >> 11) as f64 / (1u64 << 53) as f64;
-        full.mul_f64(1.0 - random / 2.0)
-    }
+/// A random number in `0.0..1.0`. A fresh `RandomState` is random enough to keep collectors from retrying in step.
+fn random() -> f64 {
+    (RandomState::new().hash_one(0) >> 11) as f64 / (1u64 << 53) as f64
 }

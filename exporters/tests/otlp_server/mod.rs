@@ -1,10 +1,10 @@
 //! OTLP servers for tests: a real one over gRPC, and a scripted one over HTTP/1.1.
 #![allow(dead_code, reason = "each test file uses a part")]
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::io::{BufRead as _, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -103,10 +103,25 @@ pub(crate) fn partial(rejected_spans: i64, error_message: &str) -> Vec<u8> {
 struct HttpState {
     script: VecDeque<Answer>,
     received: Received,
-    connections: Vec<TcpStream>,
+    connections: Vec<Weak<TcpStream>>,
     stopped: bool,
     /// What is answered with 404 at any time.
     lacks: Option<&'static str>,
+    /// What is answered when the script is over, instead of 200.
+    always: Option<Answer>,
+    limit: Option<Limit>,
+    /// Requests by path.
+    requests: BTreeMap<String, u64>,
+}
+
+/// A limit on the size of requests.
+#[derive(Clone)]
+pub(crate) struct Limit {
+    /// Bytes of a body that are still taken.
+    pub(crate) bytes: usize,
+    pub(crate) answer: Answer,
+    /// The server answers before it has read the body, and closes.
+    pub(crate) early: bool,
 }
 
 /// An HTTP/1.1 server that gives the answers of a script, then 200 for ever. Requests with status 200 are recorded.
@@ -123,12 +138,42 @@ impl HttpServer {
     }
 
     pub(crate) fn start_at(address: SocketAddr, script: Vec<Answer>) -> Self {
+        let script = script.into();
+        Self::serve(
+            address,
+            HttpState {
+                script,
+                ..HttpState::default()
+            },
+        )
+    }
+
+    /// One that gives the same answer to every request.
+    pub(crate) fn always(answer: Answer) -> Self {
+        Self::serve(
+            "127.0.0.1:0".parse().unwrap(),
+            HttpState {
+                always: Some(answer),
+                ..HttpState::default()
+            },
+        )
+    }
+
+    /// One that takes no large requests.
+    pub(crate) fn limited(limit: Limit) -> Self {
+        Self::serve(
+            "127.0.0.1:0".parse().unwrap(),
+            HttpState {
+                limit: Some(limit),
+                ..HttpState::default()
+            },
+        )
+    }
+
+    fn serve(address: SocketAddr, state: HttpState) -> Self {
         let listener = TcpListener::bind(address).unwrap();
         let address = listener.local_addr().unwrap();
-        let state = Arc::new(Mutex::new(HttpState {
-            script: script.into(),
-            ..HttpState::default()
-        }));
+        let state = Arc::new(Mutex::new(state));
         let shared = Arc::clone(&state);
         let thread = thread::spawn(move || {
             for stream in listener.incoming().map_while(Result::ok) {
@@ -136,7 +181,8 @@ impl HttpServer {
                 if locked.stopped {
                     return;
                 }
-                locked.connections.push(stream.try_clone().unwrap());
+                let stream = Arc::new(stream);
+                locked.connections.push(Arc::downgrade(&stream));
                 drop(locked);
                 let shared = Arc::clone(&shared);
                 thread::spawn(move || while serve_one(&stream, &shared).is_some() {});
@@ -152,6 +198,15 @@ impl HttpServer {
 
     pub(crate) fn received(&self) -> Received {
         self.state.lock().unwrap().received.clone()
+    }
+
+    /// Requests that came to `path`, or to any path.
+    pub(crate) fn requests(&self, path: Option<&str>) -> u64 {
+        let requests = &self.state.lock().unwrap().requests;
+        let wanted = requests
+            .iter()
+            .filter(|(key, _)| path.is_none_or(|path| *key == path));
+        wanted.map(|(_, count)| count).sum()
     }
 
     /// From now on `path` is not found, whatever the script says.
@@ -170,7 +225,7 @@ impl HttpServer {
             // Wakes the accepting thread.
             drop(TcpStream::connect(self.address));
             thread.join().unwrap();
-            for connection in connections {
+            for connection in connections.iter().filter_map(Weak::upgrade) {
                 let _ = connection.shutdown(std::net::Shutdown::Both);
             }
         }
@@ -206,15 +261,26 @@ fn serve_one(stream: &TcpStream, state: &Mutex<HttpState>) -> Option<()> {
         .get("content-length")
         .and_then(|value| value.to_str().ok()?.parse().ok())
         .unwrap_or(0);
+    let limit = {
+        let mut state = state.lock().unwrap();
+        *state.requests.entry(path.clone()).or_default() += 1;
+        state.limit.clone().filter(|limit| length > limit.bytes)
+    };
+    let early = limit.as_ref().is_some_and(|limit| limit.early);
     let mut body = vec![0; length];
-    reader.read_exact(&mut body).ok()?;
+    if !early {
+        reader.read_exact(&mut body).ok()?;
+    }
 
     let answer = {
         let mut state = state.lock().unwrap();
         if state.lacks == Some(path.as_str()) {
             Answer::status(404)
+        } else if let Some(limit) = limit {
+            limit.answer
         } else {
-            state.script.pop_front().unwrap_or_else(|| ok(b""))
+            let scripted = state.script.pop_front().or_else(|| state.always.clone());
+            scripted.unwrap_or_else(|| ok(b""))
         }
     };
     let mut out = Vec::new();
@@ -255,7 +321,7 @@ fn serve_one(stream: &TcpStream, state: &Mutex<HttpState>) -> Option<()> {
         received.headers.push(headers);
     }
     (&*stream).write_all(&out).ok()?;
-    if answer.raw.is_some() || answer.headers.iter().any(|(name, _)| *name == "x-then") {
+    if early || answer.raw.is_some() || answer.headers.iter().any(|(name, _)| *name == "x-then") {
         let _ = stream.shutdown(std::net::Shutdown::Both);
         return None;
     }
@@ -265,8 +331,13 @@ fn serve_one(stream: &TcpStream, state: &Mutex<HttpState>) -> Option<()> {
 #[derive(Default)]
 struct GrpcState {
     script: VecDeque<Status>,
+    /// What every request fails with when the script is over.
+    always: Option<Status>,
+    /// Bytes of a message that are still taken, and what larger ones fail with.
+    limit: Option<(usize, Status)>,
     rejected: Option<(i64, String)>,
     received: Received,
+    requests: u64,
 }
 
 /// A real OTLP server over gRPC. It fails with the statuses of a script, then takes everything.
@@ -286,24 +357,46 @@ impl GrpcServer {
     }
 
     pub(crate) fn start_with(script: Vec<Status>, tls: Option<ServerTlsConfig>) -> Self {
-        Self::serve(script, tls, true)
+        let script = script.into();
+        let state = GrpcState {
+            script,
+            ..GrpcState::default()
+        };
+        Self::serve(state, tls, true, None)
     }
 
     /// One that has no service for logs.
     pub(crate) fn without_logs() -> Self {
-        Self::serve(vec![], None, false)
+        Self::serve(GrpcState::default(), None, false, None)
     }
 
-    fn serve(script: Vec<Status>, tls: Option<ServerTlsConfig>, takes_logs: bool) -> Self {
+    /// One whose every request fails with `status`.
+    pub(crate) fn always(status: Status) -> Self {
+        let always = Some(status);
+        let state = GrpcState {
+            always,
+            ..GrpcState::default()
+        };
+        Self::serve(state, None, true, None)
+    }
+
+    /// One that takes no messages of more than `bytes`. They fail with `status`, or else with tonic's own.
+    pub(crate) fn limited(bytes: usize, status: Option<Status>) -> Self {
+        let tonics = status.is_none().then_some(bytes);
+        let state = GrpcState {
+            limit: status.map(|status| (bytes, status)),
+            ..GrpcState::default()
+        };
+        Self::serve(state, None, true, tonics)
+    }
+
+    fn serve(state: GrpcState, tls: Option<ServerTlsConfig>, takes_logs: bool, limit: Option<usize>) -> Self {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()
             .build()
             .unwrap();
-        let state = Arc::new(Mutex::new(GrpcState {
-            script: script.into(),
-            ..GrpcState::default()
-        }));
+        let state = Arc::new(Mutex::new(state));
         let service = Service(Arc::clone(&state));
         let scheme = if tls.is_some() { "https" } else { "http" };
         let incoming = {
@@ -311,9 +404,13 @@ impl GrpcServer {
             TcpIncoming::bind("127.0.0.1:0".parse().unwrap()).unwrap()
         };
         let port = incoming.local_addr().unwrap().port();
-        let traces = trace::trace_service_server::TraceServiceServer::new(service.clone());
-        let points = metrics::metrics_service_server::MetricsServiceServer::new(service.clone());
-        let records = logs::logs_service_server::LogsServiceServer::new(service);
+        let limit = limit.unwrap_or(4 << 20);
+        let traces = trace::trace_service_server::TraceServiceServer::new(service.clone())
+            .max_decoding_message_size(limit);
+        let points = metrics::metrics_service_server::MetricsServiceServer::new(service.clone())
+            .max_decoding_message_size(limit);
+        let records =
+            logs::logs_service_server::LogsServiceServer::new(service).max_decoding_message_size(limit);
         let records = records
             .accept_compressed(CompressionEncoding::Gzip)
             .send_compressed(CompressionEncoding::Gzip);
@@ -349,6 +446,11 @@ impl GrpcServer {
         self.state.lock().unwrap().received.clone()
     }
 
+    /// Requests that reached a service.
+    pub(crate) fn requests(&self) -> u64 {
+        self.state.lock().unwrap().requests
+    }
+
     /// From now on tells of `count` rejected items in every response.
     pub(crate) fn reject(&self, count: i64, message: &str) {
         self.state.lock().unwrap().rejected = Some((count, message.to_owned()));
@@ -366,10 +468,17 @@ pub(crate) fn tls(certificate: &str, key: &str, client_ca: Option<&str>) -> Serv
 
 impl Service {
     /// Notes a request that is taken, unless the script has a status for it.
-    fn take<T>(&self, request: &Request<T>) -> Result<MutexGuard<'_, GrpcState>, Status> {
+    fn take<T: Message>(&self, request: &Request<T>) -> Result<MutexGuard<'_, GrpcState>, Status> {
         let mut state = self.0.lock().unwrap();
-        if let Some(status) = state.script.pop_front() {
+        state.requests += 1;
+        let scripted = state.script.pop_front().or_else(|| state.always.clone());
+        if let Some(status) = scripted {
             return Err(status);
+        }
+        if let Some((limit, status)) = &state.limit
+            && request.get_ref().encoded_len() > *limit
+        {
+            return Err(status.clone());
         }
         let headers = request.metadata().clone().into_headers();
         state.received.headers.push(headers);
