@@ -152,9 +152,11 @@ impl Outputs {
     /// Says when deliveries begin to fail and when they work again, and what a backend does not take: a long observation must
     /// not be silent about it.
     fn tell_health(&mut self) {
+        let now = Instant::now();
         for (exporter, health) in self.exporters.iter().zip(&mut self.health) {
             let stats = exporter.stats();
-            for news in health.refusals(&stats).into_iter().chain(health.trouble(&stats)) {
+            let refusals = health.refusals(&stats);
+            for news in refusals.into_iter().chain(health.trouble(&stats, now)) {
                 warn!("{}: {news}", exporter.target());
             }
         }

@@ -1,6 +1,9 @@
 //! Where telemetry goes, by what the command line says.
 
-use std::path::{Path, PathBuf};
+use std::{
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
 
 use clap::ValueEnum;
 use ringsight_exporters::{
@@ -8,7 +11,7 @@ use ringsight_exporters::{
     chrome::ChromeExporter,
     html::HtmlExporter,
     jsonl::JsonlExporter,
-    model::{Signal, Tally},
+    model::{Consequence, Signal, Tally},
     otlp,
 };
 
@@ -95,14 +98,33 @@ pub(crate) fn open(path: &Path, force: bool) -> Result<Box<dyn Exporter>, String
     })
 }
 
-/// Whether an exporter delivers, as far as its statistics tell.
+/// After this time the same trouble is worth telling again. A backend that fails and recovers by turns fills no log.
+const TROUBLE_AGAIN: Duration = Duration::from_secs(60);
+
+/// What is new about an exporter, as far as its statistics tell.
 #[derive(Debug, Default)]
 pub(crate) struct Health {
-    delivered: u64,
-    failures: u64,
+    signals: [SignalHealth; Signal::COUNT],
+}
+
+/// One signal, as it was at the last look.
+#[derive(Debug, Default)]
+struct SignalHealth {
+    tally: Tally,
+    /// The backend does not take it, which was told.
+    unsupported: bool,
+    /// A trouble was told, and no end of it.
     failing: bool,
-    /// Signals that the backend does not take, by number.
-    unsupported: [bool; Signal::COUNT],
+    /// When each kind of trouble was told last.
+    told: Vec<(Trouble, Instant)>,
+}
+
+/// What happens to items that are not delivered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Trouble {
+    Kept,
+    Halved,
+    Dropped(&'static str),
 }
 
 impl Health {
@@ -111,7 +133,7 @@ impl Health {
         let mut news = Vec::new();
         for (signal, tally) in stats.by_signal() {
             if let Some(said) = &tally.unsupported
-                && !std::mem::replace(&mut self.unsupported[signal as usize], true)
+                && !std::mem::replace(&mut self.signals[signal as usize].unsupported, true)
             {
                 news.push(format!(
                     "takes no {} ({said}): {} are dropped, everything else goes on",
@@ -123,27 +145,88 @@ impl Health {
         news
     }
 
-    /// What is worth telling since the last look: that deliveries fail, or that they work again.
-    pub(crate) fn trouble(&mut self, stats: &ExportStats) -> Option<String> {
-        let (mut delivered, mut failures) = (0, stats.retries);
-        for (_, tally) in stats.by_signal() {
-            delivered += tally.delivered;
-            failures += tally.dropped_total() - tally.dropped_as(Tally::UNSUPPORTED);
+    /// What is worth telling since the last look: which deliveries fail and what becomes of the items, or that they work again.
+    pub(crate) fn trouble(&mut self, stats: &ExportStats, now: Instant) -> Vec<String> {
+        let mut news = Vec::new();
+        for (signal, tally) in stats.by_signal() {
+            let health = &mut self.signals[signal as usize];
+            let found = health.look(signal, tally, stats.last_error.as_deref());
+            let healthy = found.is_empty() && tally.delivered > health.tally.delivered;
+            for (trouble, text) in found {
+                if health.is_news(trouble, now) {
+                    health.failing = true;
+                    news.push(text);
+                }
+            }
+            if healthy && std::mem::take(&mut health.failing) {
+                news.push(format!("{} are delivered again", signal.name()));
+            }
+            health.tally = tally.clone();
         }
-        let news = if self.failing && delivered > self.delivered {
-            self.failing = false;
-            Some("delivering again".to_owned())
-        } else if !self.failing && failures > self.failures {
-            self.failing = true;
-            let why = stats.last_error.as_deref().unwrap_or("no reason given");
-            Some(format!(
-                "not delivering ({why}); what comes is kept as long as there is room, and tried again"
-            ))
-        } else {
-            None
-        };
-        (self.delivered, self.failures) = (delivered, failures);
         news
+    }
+}
+
+impl SignalHealth {
+    /// What went wrong since the last look.
+    fn look(&self, signal: Signal, tally: &Tally, last_error: Option<&str>) -> Vec<(Trouble, String)> {
+        let (name, items) = (signal.name(), signal.items());
+        let failure = tally
+            .last_failure
+            .as_ref()
+            .filter(|_| tally.failures > self.tally.failures);
+        let mut found = Vec::new();
+        if let Some(failure) = failure {
+            let count = failure.items;
+            let kept = match failure.consequence {
+                Consequence::Kept(wait) => Some((
+                    Trouble::Kept,
+                    format!("kept and tried again in {}", seconds(wait)),
+                )),
+                Consequence::Halved => Some((Trouble::Halved, "sent again in two requests".to_owned())),
+                Consequence::Dropped(_) => None,
+            };
+            found.extend(kept.map(|(trouble, what)| {
+                let error = &failure.error;
+                (
+                    trouble,
+                    format!("{name} are not delivered ({error}): {count} {items} are {what}"),
+                )
+            }));
+        }
+        for (reason, count) in &tally.dropped {
+            let dropped = count - self.tally.dropped_as(reason);
+            if dropped == 0 || *reason == Tally::UNSUPPORTED {
+                continue;
+            }
+            let said = failure.filter(|failure| failure.consequence == Consequence::Dropped(reason));
+            let why = match said {
+                Some(failure) => failure.error.as_str(),
+                None if *reason == Tally::QUEUE_FULL => "there is no room for more",
+                None => last_error.unwrap_or("no reason given"),
+            };
+            let text = format!("{name} are not delivered ({why}): {dropped} {items} were dropped ({reason})");
+            found.push((Trouble::Dropped(reason), text));
+        }
+        found
+    }
+
+    /// Whether `trouble` was not told lately; notes that it is told now.
+    fn is_news(&mut self, trouble: Trouble, now: Instant) -> bool {
+        match self.told.iter_mut().find(|(known, _)| *known == trouble) {
+            Some((_, when)) if now.duration_since(*when) < TROUBLE_AGAIN => return false,
+            Some((_, when)) => *when = now,
+            None => self.told.push((trouble, now)),
+        }
+        true
+    }
+}
+
+/// A duration for people.
+fn seconds(duration: Duration) -> String {
+    match duration.as_secs_f64() {
+        few if few < 10.0 => format!("{few:.1} s"),
+        many => format!("{many:.0} s"),
     }
 }
 
@@ -181,6 +264,7 @@ pub(crate) fn otlp(
 #[cfg(test)]
 mod tests {
     use ringsight_collector::summary::ExporterRow;
+    use ringsight_exporters::model::Failure;
 
     use super::*;
 
@@ -208,23 +292,85 @@ mod tests {
         assert_eq!(std::fs::read_to_string(file("t.jsonl")).unwrap(), "{}\n");
     }
 
+    /// A delivery of traces failed.
+    fn fail(stats: &mut ExportStats, error: &str, items: u64, consequence: Consequence) {
+        let tally = &mut stats[Signal::Traces];
+        if let Consequence::Dropped(reason) = consequence {
+            tally.drop_items(reason, items);
+        }
+        tally.failures += 1;
+        tally.last_failure = Some(Failure {
+            error: error.to_owned(),
+            items,
+            consequence,
+        });
+    }
+
     #[test]
-    fn trouble_and_its_end_are_told_once_each() {
-        let mut health = Health::default();
-        let mut stats = ExportStats::default();
-        let mut told = |stats: &ExportStats| health.trouble(stats).unwrap_or_default();
-        assert_eq!(told(&stats), "");
-        stats.retries = 1;
-        stats.last_error = Some("connection refused".into());
-        assert!(told(&stats).contains("connection refused"));
-        stats.retries = 2;
-        assert_eq!(told(&stats), "");
-        stats[Signal::Traces].delivered = 10;
-        assert_eq!(told(&stats), "delivering again");
-        stats[Signal::Traces].delivered = 20;
-        assert_eq!(told(&stats), "");
+    fn trouble_says_what_is_done_and_is_told_once_until_it_ends() {
+        let (mut health, mut stats, now) = (Health::default(), ExportStats::default(), Instant::now());
+        let mut told = |stats: &ExportStats| health.trouble(stats, now);
+        assert!(told(&stats).is_empty());
+        let wait = Duration::from_secs(600);
+        for _ in 0..2 {
+            fail(&mut stats, "HTTP 429", 5, Consequence::Kept(wait));
+            let news = told(&stats);
+            match stats[Signal::Traces].failures {
+                1 => assert_eq!(
+                    news,
+                    ["traces are not delivered (HTTP 429): 5 spans are kept and tried again in 600 s"]
+                ),
+                _ => assert!(news.is_empty(), "{news:?}"),
+            }
+        }
+        // Another consequence is news, also within one trouble.
+        fail(&mut stats, "HTTP 401", 7, Consequence::Dropped("rejected"));
+        assert_eq!(
+            told(&stats),
+            ["traces are not delivered (HTTP 401): 7 spans were dropped (rejected)"]
+        );
+        fail(&mut stats, "HTTP 413", 8, Consequence::Halved);
         stats[Signal::Traces].drop_items("queue_full", 3);
-        assert!(told(&stats).starts_with("not delivering"));
+        assert_eq!(
+            told(&stats),
+            [
+                "traces are not delivered (HTTP 413): 8 spans are sent again in two requests",
+                "traces are not delivered (there is no room for more): 3 spans were dropped (queue_full)",
+            ]
+        );
+        stats[Signal::Traces].delivered = 10;
+        assert_eq!(told(&stats), ["traces are delivered again"]);
+        stats[Signal::Traces].delivered = 20;
+        assert!(told(&stats).is_empty());
+        // A file counts no failures.
+        stats[Signal::Logs].drop_items("io_error", 2);
+        stats.last_error = Some("no space left".into());
+        assert_eq!(
+            told(&stats),
+            ["logs are not delivered (no space left): 2 log records were dropped (io_error)"]
+        );
+    }
+
+    #[test]
+    fn a_backend_that_fails_and_recovers_by_turns_fills_no_log() {
+        let (mut health, mut stats, start) = (Health::default(), ExportStats::default(), Instant::now());
+        let mut lines = 0;
+        for look in 0..3_000 {
+            if look % 2 == 0 {
+                fail(
+                    &mut stats,
+                    "HTTP 503",
+                    1,
+                    Consequence::Kept(Duration::from_millis(300)),
+                );
+            } else {
+                stats[Signal::Traces].delivered += 1;
+            }
+            lines += health
+                .trouble(&stats, start + look * Duration::from_millis(200))
+                .len();
+        }
+        assert_eq!(lines, 20, "in ten minutes");
     }
 
     #[test]
@@ -235,7 +381,7 @@ mod tests {
             stats[Signal::Traces].delivered += 1;
             stats[Signal::Logs].drop_items(Tally::UNSUPPORTED, 1);
             stats[Signal::Logs].unsupported = Some("HTTP 404 Not Found".into());
-            assert_eq!(health.trouble(&stats), None);
+            assert!(health.trouble(&stats, Instant::now()).is_empty());
             let news = health.refusals(&stats);
             match stats[Signal::Traces].delivered {
                 1 => assert_eq!(
