@@ -108,6 +108,61 @@ fn a_server_of_a_custom_authority_is_trusted_when_that_is_named_and_only_then() 
     assert!(error.contains("not valid for name"), "{error}");
 }
 
+/// A certificate that signs itself, as PEM text with its key. `openssl req -x509` makes it an authority's.
+fn self_signed(names: &[&str], is_ca: bool, change: fn(&mut CertificateParams)) -> (String, String) {
+    let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+    let mut params = CertificateParams::new(names).unwrap();
+    if is_ca {
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    }
+    change(&mut params);
+    let key = KeyPair::generate().unwrap();
+    (params.self_signed(&key).unwrap().pem(), key.serialize_pem())
+}
+
+#[test]
+fn a_servers_own_certificate_is_trusted_when_it_is_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let expired: fn(&mut CertificateParams) = |params| params.not_after = rcgen::date_time_ymd(2020, 1, 1);
+    let issued = Pki::new().issue("localhost");
+    for (what, (certificate, key), problem) in [
+        ("an authority's", self_signed(&["localhost"], true, |_| ()), None),
+        ("nobody's", self_signed(&["localhost"], false, |_| ()), None),
+        ("an unknown authority's", issued, None),
+        (
+            "another name's",
+            self_signed(&["elsewhere.example"], true, |_| ()),
+            Some("not valid for name"),
+        ),
+        (
+            "no name's",
+            self_signed(&[], true, |_| ()),
+            Some("-addext subjectAltName=DNS:"),
+        ),
+        (
+            "too old an authority's",
+            self_signed(&["localhost"], true, expired),
+            Some("expired"),
+        ),
+    ] {
+        let server = GrpcServer::start_with(vec![], Some(otlp_server::tls(&certificate, &key, None)));
+        let own = file(directory.path(), "own.pem", &certificate);
+        let named = exporter(&server, &[("CERTIFICATE", own)]).unwrap();
+        match problem {
+            None => delivered(named),
+            Some(problem) => {
+                let error = failure(named);
+                assert!(error.contains(problem), "{what}: {error}");
+            }
+        }
+        // One like it, with another key, is another one.
+        let (other, _) = self_signed(&["localhost"], true, |_| ());
+        let other = file(directory.path(), "other.pem", &other);
+        let error = failure(exporter(&server, &[("CERTIFICATE", other)]).unwrap());
+        assert!(error.contains("TLS handshake failed"), "{what}: {error}");
+    }
+}
+
 #[test]
 fn a_client_certificate_is_shown() {
     let (pki, clients) = (Pki::new(), Pki::new());

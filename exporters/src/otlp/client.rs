@@ -177,10 +177,10 @@ impl Client {
             Some(tls) => {
                 let name =
                     ServerName::try_from(host.to_owned()).map_err(|e| failed("not a host name", &e))?;
-                let stream = tls
-                    .connect(name, stream)
-                    .await
-                    .map_err(|e| failed("TLS handshake failed", &e))?;
+                let stream = tls.connect(name, stream).await.map_err(|error| {
+                    let advice = tls::advice(&error);
+                    Failure::Connect(format!("TLS handshake failed: {}{advice}", chain(&error)))
+                })?;
                 self.handshake(TokioIo::new(stream)).await
             }
         }
