@@ -38,15 +38,20 @@ pub fn of_process(process: &Process, service: &Service, names: &mut Names, rank:
         found.map(|(_, value)| value.as_str())
     };
     let mut attributes: Vec<Attribute> = Vec::new();
-    for pair in environment("OTEL_RESOURCE_ATTRIBUTES")
-        .unwrap_or_default()
-        .split(',')
-    {
-        if let Some((name, value)) = pair.split_once('=')
-            && let Some(name) = names.keep(&percent_decoded(name.trim()))
-        {
-            set(&mut attributes, name, text(&percent_decoded(value.trim())));
+    match environment("OTEL_RESOURCE_ATTRIBUTES").map_or(Ok(Vec::new()), listed) {
+        Ok(pairs) => {
+            for (name, value) in pairs {
+                if let Some(name) = names.keep(&name) {
+                    set(&mut attributes, name, text(&value));
+                }
+            }
         }
+        Err(problem) if names.is_new(problem) => tracing::warn!(
+            pid = process.pid,
+            "OTEL_RESOURCE_ATTRIBUTES of process {} is ignored: {problem}; other processes with this problem are not named",
+            process.pid
+        ),
+        Err(_) => {}
     }
     let named = environment("OTEL_SERVICE_NAME").map(Arc::from);
     match service.always.clone().or(named) {
@@ -140,9 +145,12 @@ fn set(attributes: &mut Vec<Attribute>, name: &'static str, value: Value) {
     }
 }
 
-/// Attribute names that targets brought.
+/// Attribute names that targets brought, and what was wrong with lists of them.
 #[derive(Debug, Default)]
-pub struct Names(BTreeSet<&'static str>);
+pub struct Names {
+    kept: BTreeSet<&'static str>,
+    problems: BTreeSet<Malformed>,
+}
 
 impl Names {
     /// The one kept copy of a name; `None` for an unusable one or one too many.
@@ -150,38 +158,71 @@ impl Names {
         if name.is_empty() || name.len() > 128 {
             return None;
         }
-        if let Some(known) = self.0.get(name) {
+        if let Some(known) = self.kept.get(name) {
             return Some(known);
         }
-        if self.0.len() >= FOREIGN_NAMES {
+        if self.kept.len() >= FOREIGN_NAMES {
             return None;
         }
         // Exporters take static names only; how much is leaked is bounded above.
         let kept: &'static str = Box::leak(name.to_owned().into_boxed_str());
-        self.0.insert(kept);
+        self.kept.insert(kept);
         Some(kept)
+    }
+
+    /// Whether `problem` was not met before; it is from now on.
+    fn is_new(&mut self, problem: Malformed) -> bool {
+        self.problems.insert(problem)
     }
 }
 
-/// `OTEL_RESOURCE_ATTRIBUTES` uses W3C Baggage's percent encoding. Bad escapes stand for themselves.
-fn percent_decoded(text: &str) -> String {
-    let bytes = text.as_bytes();
-    let mut decoded = Vec::with_capacity(bytes.len());
-    let mut at = 0;
-    while at < bytes.len() {
-        let escape = text.get(at + 1..at + 3).filter(|_| bytes[at] == b'%');
-        match escape.and_then(|hex| u8::from_str_radix(hex, 16).ok()) {
-            Some(byte) => {
-                decoded.push(byte);
-                at += 3;
-            }
-            None => {
-                decoded.push(bytes[at]);
-                at += 1;
-            }
+/// What is wrong with a list of resource attributes. Its text is the target's, so no part of it is shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
+enum Malformed {
+    #[error("an entry is not NAME=VALUE")]
+    NoPair,
+    #[error("an entry has no name")]
+    NoName,
+    #[error("a % is not followed by two hexadecimal digits; write % itself as %25")]
+    Escape,
+    #[error("a percent-encoded text is not UTF-8")]
+    Encoding,
+}
+
+/// The attributes that `OTEL_RESOURCE_ATTRIBUTES` lists, decoded. By OpenTelemetry's specification, a list with any error counts as a
+/// whole for nothing. Entries without any text are none.
+fn listed(list: &str) -> Result<Vec<(String, String)>, Malformed> {
+    let entries = list.split(',').map(str::trim).filter(|entry| !entry.is_empty());
+    let pair = |entry: &str| {
+        let (name, value) = entry.split_once('=').ok_or(Malformed::NoPair)?;
+        let name = percent_decoded(name.trim())?;
+        if name.is_empty() {
+            return Err(Malformed::NoName);
         }
+        Ok((name, percent_decoded(value.trim())?))
+    };
+    entries.map(pair).collect()
+}
+
+/// Percent-decoding as in W3C Baggage.
+fn percent_decoded(text: &str) -> Result<String, Malformed> {
+    let mut decoded = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let Some((&byte, tail)) = rest.split_first() {
+        if byte != b'%' {
+            decoded.push(byte);
+            rest = tail;
+            continue;
+        }
+        let digit = |at: usize| {
+            let digit = tail.get(at).and_then(|&digit| char::from(digit).to_digit(16));
+            digit.ok_or(Malformed::Escape)
+        };
+        // Two digits make a byte.
+        decoded.push((digit(0)? << 4 | digit(1)?) as u8);
+        rest = &tail[2..];
     }
-    String::from_utf8(decoded).unwrap_or_else(|_| text.to_owned())
+    String::from_utf8(decoded).map_err(|_| Malformed::Encoding)
 }
 
 #[cfg(test)]
@@ -300,7 +341,7 @@ mod tests {
 
     #[test]
     fn no_two_attributes_have_one_name() {
-        let bad = [("OTEL_RESOURCE_ATTRIBUTES", "host.id=evil,=x,a,a=1,a=2,%ZZ=%4")];
+        let bad = [("OTEL_RESOURCE_ATTRIBUTES", "host.id=evil,a=1, ,a=2,")];
         let resource = of_process(&process(&bad), &Service::default(), &mut Names::default(), None);
         let mut names: Vec<_> = resource.attributes.iter().map(|(name, _)| *name).collect();
         names.sort_unstable();
@@ -308,6 +349,29 @@ mod tests {
         names.dedup();
         assert_eq!(names.len(), count);
         assert_eq!(value(&resource, "host.id"), Some(text("h1")));
+    }
+
+    #[test]
+    fn a_malformed_list_counts_for_nothing_and_is_told_once() {
+        let mut names = Names::default();
+        for (list, problem) in [
+            ("team=x,broken", Malformed::NoPair),
+            ("team=x, =y", Malformed::NoName),
+            ("team=x,load=100%", Malformed::Escape),
+            ("team=x,load=%4", Malformed::Escape),
+            ("team=x,load=%zz", Malformed::Escape),
+            ("team=x,%C3=y", Malformed::Encoding),
+        ] {
+            assert_eq!(listed(list), Err(problem), "{list}");
+            let environment = [("OTEL_RESOURCE_ATTRIBUTES", list)];
+            let resource = of_process(&process(&environment), &Service::default(), &mut names, None);
+            assert_eq!(value(&resource, "team"), None, "{list}");
+            assert!(!names.is_new(problem), "{problem} was told");
+        }
+        let list = " team = x%20y , load=100%25,%C3%A4=b=c,, ";
+        let pairs = [("team", "x y"), ("load", "100%"), ("ä", "b=c")];
+        let pairs = pairs.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        assert_eq!(listed(list), Ok(pairs.to_vec()));
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! OpenTelemetry's environment variables.
 
+mod otlp_common;
 mod otlp_server;
 
 use std::time::Duration;
@@ -191,6 +192,63 @@ fn a_signals_variable_goes_before_the_general_one() {
 }
 
 #[test]
+fn names_of_choices_have_any_case_and_spaces_around_them() {
+    for (compression, gzip) in [("GZIP", true), (" Gzip ", true), ("NONE", false), ("None", false)] {
+        assert_eq!(
+            config(&[("COMPRESSION", compression)]).traces.gzip,
+            gzip,
+            "{compression}"
+        );
+    }
+    for (protocol, expected) in [
+        ("GRPC", Protocol::Grpc),
+        (" gRPC\t", Protocol::Grpc),
+        ("HTTP/Protobuf", Protocol::HttpProtobuf),
+    ] {
+        assert_eq!(
+            config(&[("PROTOCOL", protocol)]).traces.protocol,
+            expected,
+            "{protocol}"
+        );
+    }
+    let upper = config(&[("ENDPOINT", " HTTPS://Host.Example:9/a ")]);
+    assert_eq!(upper.traces.url(), "https://Host.Example:9/a/v1/traces");
+    // No limit, by the specification.
+    assert!(config(&[("TIMEOUT", " 0 ")]).traces.timeout > Duration::from_secs(30 * 24 * 3600));
+    // An unset variable, by the specification.
+    for variable in [
+        "COMPRESSION",
+        "PROTOCOL",
+        "ENDPOINT",
+        "TIMEOUT",
+        "HEADERS",
+        "CERTIFICATE",
+    ] {
+        assert_eq!(config(&[(variable, "  ")]), config(&[]), "{variable}");
+    }
+}
+
+#[test]
+fn an_address_with_a_zone_is_connected_to() {
+    if std::net::TcpListener::bind("[::1]:0").is_err() {
+        println!("an_address_with_a_zone_is_connected_to: skipped: this host has no IPv6");
+        return;
+    }
+    let server = HttpServer::start_at("[::1]:0".parse().unwrap(), vec![]);
+    // Interface 1 is the loopback.
+    let url = server.url.replace("[::1]", "[::1%251]");
+    let config = Config::from_variables(Some(&url), Some(Protocol::HttpProtobuf), &|_| None).unwrap();
+    let mut exporter = OtlpExporter::new(&config).unwrap();
+    exporter.export(&otlp_common::metrics_batch());
+    exporter.shutdown(Duration::from_secs(20)).unwrap();
+    assert_eq!(exporter.stats()[Signal::Metrics].delivered, 1);
+    assert_eq!(
+        server.received().headers[0]["host"],
+        server.url.trim_start_matches("http://")
+    );
+}
+
+#[test]
 fn errors_name_the_variable_and_keep_secrets() {
     for (variable, value, problem) in [
         ("ENDPOINT", "localhost:4318", "has no scheme"),
@@ -209,13 +267,14 @@ fn errors_name_the_variable_and_keep_secrets() {
         ("LOGS_TIMEOUT", "soon", "milliseconds"),
         ("METRICS_PROTOCOL", "thrift", "use `grpc` or `http/protobuf`"),
         ("TIMEOUT", "10s", "milliseconds"),
-        ("TIMEOUT", "0", "above 0"),
         ("TIMEOUT", "-1", "milliseconds"),
         ("COMPRESSION", "zstd", "`gzip` or `none`"),
         ("HEADERS", "a=1,s3cret", "entry 2 is not NAME=VALUE"),
         ("HEADERS", "s3cret key=1", "entry 1 has a name"),
         ("HEADERS", "a=s3cret%2", "entry 1 has an incomplete"),
         ("HEADERS", "a=s3cret%0a", "entry 1 has a character"),
+        ("HEADERS", "a=1,Content-Length=s3cret", "entry 2 names a header"),
+        ("HEADERS", "transfer-encoding=chunked", "entry 1 names a header"),
     ] {
         let error = read(None, &[(variable, value)]).unwrap_err();
         assert_eq!(
@@ -265,18 +324,7 @@ proptest! {
         let mut config = Config::from_variables(Some(&server.url), Some(Protocol::HttpProtobuf), &|_| None).unwrap();
         config.retry.initial = Duration::from_millis(1);
         let mut exporter = OtlpExporter::new(&config).unwrap();
-        let resource = std::sync::Arc::new(ringsight_exporters::model::Resource { attributes: vec![] });
-        let metric = ringsight_exporters::model::Metric {
-            resource,
-            name: "ccl.rank.idle.time",
-            description: "",
-            unit: "s",
-            attributes: vec![],
-            start_unix_ns: 1,
-            unix_ns: 2,
-            data: ringsight_exporters::model::MetricData::Gauge(0.5),
-        };
-        exporter.export(&ringsight_exporters::Batch { metrics: vec![metric], ..Default::default() });
+        exporter.export(&otlp_common::metrics_batch());
         exporter.shutdown(Duration::from_secs(20)).unwrap();
         let stats = exporter.stats();
         let account = &stats[Signal::Metrics];

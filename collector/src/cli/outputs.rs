@@ -243,7 +243,8 @@ pub(crate) fn otlp(
     endpoint: Option<&str>,
     protocol: Option<Protocol>,
 ) -> Result<Option<Box<dyn Exporter>>, String> {
-    let named = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+    let named =
+        |name: &str| std::env::var_os(name).is_some_and(|value| !value.to_string_lossy().trim().is_empty());
     if endpoint.is_none() && !ENDPOINTS.into_iter().any(named) {
         if protocol.is_some() {
             return Err(

@@ -158,13 +158,8 @@ impl Client {
     async fn connect(&self) -> Result<Connection, Failure> {
         let failed =
             |what: &str, error: &dyn std::error::Error| Failure::Connect(format!("{what}: {}", chain(error)));
-        let uri = &self.endpoint.uri;
-        let host = uri
-            .host()
-            .unwrap_or_default()
-            .trim_start_matches('[')
-            .trim_end_matches(']');
-        let port = uri.port_u16().unwrap_or_default();
+        let host = self.endpoint.host.as_str();
+        let port = self.endpoint.uri.port_u16().unwrap_or_default();
         let stream = TcpStream::connect((host, port))
             .await
             .map_err(|e| failed("cannot connect", &e))?;
@@ -175,8 +170,9 @@ impl Client {
         match &self.tls {
             None => self.handshake(TokioIo::new(stream)).await,
             Some(tls) => {
-                let name =
-                    ServerName::try_from(host.to_owned()).map_err(|e| failed("not a host name", &e))?;
+                // A zone is no part of the name in a certificate.
+                let name = host.split('%').next().unwrap_or_default().to_owned();
+                let name = ServerName::try_from(name).map_err(|e| failed("not a host name", &e))?;
                 let stream = tls.connect(name, stream).await.map_err(|error| {
                     let advice = tls::advice(&error);
                     Failure::Connect(format!("TLS handshake failed: {}{advice}", chain(&error)))

@@ -4,7 +4,10 @@
 //! (`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`) goes before the general one (`OTEL_EXPORTER_OTLP_ENDPOINT`), an empty variable is
 //! an unset one.
 
+use std::collections::HashMap;
+use std::ffi::OsString;
 use std::fmt;
+use std::net::Ipv6Addr;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -27,7 +30,7 @@ impl FromStr for Protocol {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        match text {
+        match text.to_ascii_lowercase().as_str() {
             "grpc" => Ok(Self::Grpc),
             "http/protobuf" => Ok(Self::HttpProtobuf),
             "http/json" => Err("`http/json` is not supported; use `http/protobuf` or `grpc`".to_owned()),
@@ -110,11 +113,13 @@ pub struct Endpoint {
     pub protocol: Protocol,
     /// Scheme, host and port, without what is secret or per signal; for messages.
     pub(crate) base: String,
-    /// What is requested.
+    /// What is requested. It has no zone: that means something on this host alone.
     pub(crate) uri: Uri,
+    /// Name or address to connect to, with the zone of a link-local address.
+    pub(crate) host: String,
     /// Request headers.
     pub headers: Headers,
-    /// Limit on one attempt, from connecting to the response.
+    /// Limit on one attempt, from connecting to the response. The exporter has no attempt without limit: 49 days stand for that.
     pub timeout: Duration,
     /// Compress requests with gzip.
     pub gzip: bool,
@@ -173,7 +178,8 @@ impl Config {
     /// # Errors
     /// The first setting that cannot be used.
     pub fn from_env(endpoint: Option<&str>, protocol: Option<Protocol>) -> Result<Self, ConfigError> {
-        Self::from_variables(endpoint, protocol, &|name| std::env::var(name).ok())
+        let variables = texts(std::env::vars_os())?;
+        Self::from_variables(endpoint, protocol, &|name| variables.get(name).cloned())
     }
 
     /// As [`from_env`](Self::from_env), with the variables that `get` knows instead of the process's.
@@ -209,6 +215,25 @@ impl Config {
     }
 }
 
+/// What every variable of the exporter's begins with.
+const PREFIX: &str = "OTEL_EXPORTER_OTLP_";
+
+/// The exporter's variables in an environment. One that is no text is refused: it would silently count as unset.
+fn texts(
+    environment: impl Iterator<Item = (OsString, OsString)>,
+) -> Result<HashMap<String, String>, ConfigError> {
+    let ours = environment.filter_map(|(name, value)| Some((name.into_string().ok()?, value)));
+    let ours = ours.filter(|(name, _)| name.starts_with(PREFIX));
+    ours.map(|(name, value)| match value.into_string() {
+        Ok(value) => Ok((name, value)),
+        Err(_) => Err(ConfigError {
+            variable: name,
+            problem: "is not UTF-8".to_owned(),
+        }),
+    })
+    .collect()
+}
+
 /// A variable that is set.
 struct Variable {
     name: String,
@@ -235,6 +260,16 @@ impl From<Variable> for PemFile {
     }
 }
 
+/// Where an endpoint is.
+struct Place {
+    /// For messages.
+    base: String,
+    /// What to request there.
+    uri: Uri,
+    /// What to connect to.
+    host: String,
+}
+
 /// Reads the variables of one signal.
 struct Reader<'a> {
     signal: Signal,
@@ -246,7 +281,7 @@ impl Reader<'_> {
         [(self.signal.variable(), true), ("", false)]
             .into_iter()
             .find_map(|(infix, specific)| {
-                let name = format!("OTEL_EXPORTER_OTLP_{infix}{suffix}");
+                let name = format!("{PREFIX}{infix}{suffix}");
                 let value = (self.get)(&name)?.trim().to_owned();
                 (!value.is_empty()).then_some(Variable {
                     name,
@@ -277,7 +312,7 @@ impl Reader<'_> {
             Some(variable) if names_grpc_port(&variable.value) => Protocol::Grpc,
             _ => Protocol::HttpProtobuf,
         });
-        let (base, uri) = match given {
+        let Place { base, uri, host } = match given {
             Some(variable) => self.uri(&variable, protocol)?,
             None => {
                 let port = if protocol == Protocol::Grpc { 4317 } else { 4318 };
@@ -297,6 +332,7 @@ impl Reader<'_> {
             protocol,
             base,
             uri,
+            host,
             headers: self.headers()?,
             timeout: self.timeout()?,
             gzip: self.gzip()?,
@@ -304,8 +340,7 @@ impl Reader<'_> {
         })
     }
 
-    /// The endpoint for messages, and what to request there.
-    fn uri(&self, variable: &Variable, protocol: Protocol) -> Result<(String, Uri), ConfigError> {
+    fn uri(&self, variable: &Variable, protocol: Protocol) -> Result<Place, ConfigError> {
         let mut url = variable.value.clone();
         if !url.contains("://") {
             if protocol == Protocol::HttpProtobuf {
@@ -316,6 +351,7 @@ impl Reader<'_> {
             let scheme = if self.insecure()? { "http" } else { "https" };
             url = format!("{scheme}://{url}");
         }
+        let (url, zone) = without_zone(&url).map_err(|problem| variable.error(problem))?;
         let uri: Uri = url
             .parse()
             .map_err(|error| variable.error(format!("not a URL ({error})")))?;
@@ -344,12 +380,17 @@ impl Reader<'_> {
                 )
             }
         };
-        let base = format!("{scheme}://{authority}");
-        let uri = format!("{base}{path}");
-        let uri = uri
+        let mut base = format!("{scheme}://{authority}");
+        let uri: Uri = format!("{base}{path}")
             .parse()
             .map_err(|error| variable.error(format!("not a URL ({error})")))?;
-        Ok((base, uri))
+        let host = uri.host().unwrap_or_default();
+        let mut host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
+        if let Some(zone) = zone {
+            base = base.replace(']', &format!("%{zone}]"));
+            host = format!("{host}%{zone}");
+        }
+        Ok(Place { base, uri, host })
     }
 
     fn insecure(&self) -> Result<bool, ConfigError> {
@@ -378,6 +419,11 @@ impl Reader<'_> {
             let (name, value) = pair.split_once('=').ok_or_else(|| wrong("is not NAME=VALUE"))?;
             let name = HeaderName::from_bytes(name.trim().as_bytes());
             let name = name.map_err(|_| wrong("has a name that is not a header name"))?;
+            if FRAMING.contains(&name.as_str()) {
+                return Err(wrong(
+                    "names a header that says where a request ends: leave it out",
+                ));
+            }
             let value =
                 percent_decode(value.trim()).ok_or_else(|| wrong("has an incomplete percent escape"))?;
             let value = HeaderValue::from_bytes(&value);
@@ -393,8 +439,10 @@ impl Reader<'_> {
             return Ok(Duration::from_secs(10));
         };
         match variable.value.parse::<u32>() {
-            Ok(milliseconds) if milliseconds > 0 => Ok(Duration::from_millis(milliseconds.into())),
-            _ => Err(variable.error("must be a whole number of milliseconds above 0")),
+            // The specification's "no limit".
+            Ok(0) => Ok(Duration::from_millis(u32::MAX.into())),
+            Ok(milliseconds) => Ok(Duration::from_millis(milliseconds.into())),
+            Err(_) => Err(variable.error("must be a whole number of milliseconds; 0 means no limit")),
         }
     }
 
@@ -402,7 +450,7 @@ impl Reader<'_> {
         let Some(variable) = self.variable("COMPRESSION") else {
             return Ok(false);
         };
-        match variable.value.as_str() {
+        match variable.value.to_ascii_lowercase().as_str() {
             "gzip" => Ok(true),
             "none" => Ok(false),
             _ => Err(variable.error("must be `gzip` or `none`")),
@@ -423,6 +471,32 @@ impl Reader<'_> {
         };
         Ok(Tls { ca, identity })
     }
+}
+
+/// `url` without the zone of its address, and the zone: `eth0` of `[fe80::1%25eth0]`, as RFC 6874 writes it, or of `[fe80::1%eth0]`.
+fn without_zone(url: &str) -> Result<(String, Option<String>), &'static str> {
+    let bracketed = url
+        .split_once("://[")
+        .and_then(|(scheme, rest)| Some((scheme, rest.split_once(']')?)));
+    let Some((scheme, (inside, rest))) = bracketed else {
+        return Ok((url.to_owned(), None));
+    };
+    let Some((address, zone)) = inside.split_once('%') else {
+        return Ok((url.to_owned(), None));
+    };
+    let zone = match zone.strip_prefix("25") {
+        Some(encoded) if !encoded.is_empty() => percent_decode(encoded),
+        _ => Some(zone.as_bytes().to_vec()),
+    };
+    let zone = zone.and_then(|zone| String::from_utf8(zone).ok());
+    let usable = |zone: &String| !zone.is_empty() && zone.chars().all(|c| c.is_ascii_graphic() && c != ']');
+    let zone = zone
+        .filter(usable)
+        .ok_or("the zone after % must be the name or the number of a network interface")?;
+    if address.parse::<Ipv6Addr>().is_err() {
+        return Err("a zone after % belongs to an IPv6 address");
+    }
+    Ok((format!("{scheme}://[{address}]{rest}"), Some(zone)))
 }
 
 /// Whether the URL's port is the one that is registered for OTLP over gRPC.
@@ -457,6 +531,20 @@ fn with_port(
     }
 }
 
+/// Headers of the connection and of the body's form. Another value than the exporter's own would break requests.
+const FRAMING: [&str; 10] = [
+    "connection",
+    "content-encoding",
+    "content-length",
+    "expect",
+    "keep-alive",
+    "proxy-connection",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+];
+
 /// Percent-decoding as in W3C baggage; `None` for an escape without two hexadecimal digits.
 fn percent_decode(text: &str) -> Option<Vec<u8>> {
     let mut out = Vec::with_capacity(text.len());
@@ -472,4 +560,51 @@ fn percent_decode(text: &str) -> Option<Vec<u8>> {
         rest = &tail[2..];
     }
     Some(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::ffi::OsStringExt as _;
+
+    use super::*;
+
+    #[test]
+    fn a_variable_that_is_no_text_is_refused_and_not_unset() {
+        let variable = |name: &str, value: &[u8]| (OsString::from(name), OsString::from_vec(value.to_vec()));
+        let ours = variable("OTEL_EXPORTER_OTLP_TIMEOUT", b"5");
+        let foreign = variable("PATH", b"\xff");
+        let read = texts([ours.clone(), foreign].into_iter()).unwrap();
+        assert_eq!(read.len(), 1);
+        let broken = variable("OTEL_EXPORTER_OTLP_CERTIFICATE", b"/\xff.pem");
+        let error = texts([ours, broken].into_iter()).unwrap_err();
+        assert_eq!(error.to_string(), "OTEL_EXPORTER_OTLP_CERTIFICATE: is not UTF-8");
+    }
+
+    #[test]
+    fn a_zone_is_decoded_for_connecting_and_kept_from_the_server() {
+        let read = |url: &str| {
+            let config = Config::from_variables(Some(url), None, &|_| None)?;
+            let Endpoint { base, uri, host, .. } = config.traces;
+            Ok::<_, ConfigError>((base, uri.authority().unwrap().to_string(), host))
+        };
+        for url in ["http://[fe80::1%25eth0]:4318", "http://[fe80::1%eth0]:4318"] {
+            let (base, authority, host) = read(url).unwrap();
+            assert_eq!(base, "http://[fe80::1%eth0]:4318");
+            assert_eq!(authority, "[fe80::1]:4318", "a zone means nothing to the server");
+            assert_eq!(host, "fe80::1%eth0");
+        }
+        assert_eq!(read("http://[fe80::1%25br%2D0]").unwrap().2, "fe80::1%br-0");
+        // An interface may be called by its number, also by 25.
+        assert_eq!(read("http://[fe80::1%252]").unwrap().2, "fe80::1%2");
+        assert_eq!(read("http://[fe80::1%25]").unwrap().2, "fe80::1%25");
+        for wrong in [
+            "http://[fe80::1%]",
+            "http://[fe80::1%25%0a]",
+            "http://[host%25eth0]",
+            "http://[fe80::1%25%zz]",
+        ] {
+            let error = read(wrong).unwrap_err();
+            assert!(error.problem.contains("after %"), "{wrong}: {error}");
+        }
+    }
 }

@@ -87,6 +87,14 @@ pub(crate) fn gauge(resource: &Arc<Resource>, value: f64) -> Metric {
     }
 }
 
+/// A batch of one metric point.
+pub(crate) fn metrics_batch() -> Batch {
+    Batch {
+        metrics: vec![gauge(&resource("rank 0"), 0.5)],
+        ..Batch::default()
+    }
+}
+
 /// A log record of a span whose ids are made of `n`.
 pub(crate) fn log(resource: &Arc<Resource>, n: u32) -> LogRecord {
     let span = plain_span(resource, n);
