@@ -75,9 +75,9 @@ impl Client {
         &self.endpoint.base
     }
 
-    /// `message` as the body of a request, compressed if the endpoint wants that. tonic frames and compresses gRPC's.
+    /// `message` as a request carries it: compressed if the endpoint wants that, at the fastest level.
     pub(super) fn body(&self, message: Bytes) -> Bytes {
-        if self.endpoint.protocol == Protocol::Grpc || !self.endpoint.gzip {
+        if !self.endpoint.gzip {
             return message;
         }
         let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());

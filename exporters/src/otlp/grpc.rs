@@ -1,4 +1,4 @@
-//! OTLP over gRPC, by `tonic`: it frames and compresses requests, decodes responses and reads statuses.
+//! OTLP over gRPC, by `tonic`: it frames requests, decodes responses and reads statuses.
 //!
 //! Requests arrive encoded, so [`PassThrough`] hands their bytes on. The connection is the exporter's own and not tonic's `Channel`:
 //! one connector (time-outs, TLS that names the file which is wrong, texts of errors) serves HTTP/1.1 too.
@@ -7,6 +7,8 @@
 //! - A response without a gRPC status in its headers and with another HTTP status than 200 does not reach tonic, which would take its
 //!   body for a broken frame. It is [`NoResponse::Proxy`].
 //! - Status details that are no base64 are removed: tonic 0.14 panics on them.
+//! - It marks the message as compressed: tonic compresses at a level of its own, at twice the processor time, so it gets what
+//!   [`Client::body`](super::client::Client::body) compressed.
 //! - It notes whether the server sent a failure. A status that the server did not send is tonic's description of a response that
 //!   cannot be read: the response is malformed.
 
@@ -19,9 +21,9 @@ use std::time::Duration;
 use base64::Engine as _;
 use base64::alphabet::STANDARD;
 use base64::engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig};
-use bytes::{Buf as _, BufMut as _, Bytes};
+use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
 use http::uri::PathAndQuery;
-use http::{HeaderMap, Request, Response, StatusCode, Uri};
+use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, Uri};
 use http_body_util::BodyExt as _;
 use http_body_util::combinators::UnsyncBoxBody;
 use hyper::client::conn::http2::SendRequest;
@@ -63,22 +65,20 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    /// `uri` is the method's, with scheme and authority.
+    /// `uri` is the method's, with scheme and authority. With `gzip`, messages to [`export`](Self::export) are compressed.
     pub(super) fn new(sender: SendRequest<Body>, uri: &Uri, gzip: bool) -> Self {
         let failed = Arc::new(AtomicBool::new(false));
         let service = Http2 {
             sender,
+            gzip,
             failed: Arc::clone(&failed),
         };
         let mut origin = uri.clone().into_parts();
         let path = origin.path_and_query.replace(PathAndQuery::from_static("/"));
         let origin = Uri::from_parts(origin).expect("a URI whose path was replaced");
-        let mut client = Grpc::with_origin(service, origin)
+        let client = Grpc::with_origin(service, origin)
             .accept_compressed(CompressionEncoding::Gzip)
             .max_decoding_message_size(MAX_RESPONSE);
-        if gzip {
-            client = client.send_compressed(CompressionEncoding::Gzip);
-        }
         Self {
             client,
             path: path.unwrap_or_else(|| PathAndQuery::from_static("/")),
@@ -144,6 +144,7 @@ impl From<hyper::Error> for NoResponse {
 /// An HTTP/2 connection as tonic wants it.
 struct Http2 {
     sender: SendRequest<Body>,
+    gzip: bool,
     failed: Arc<AtomicBool>,
 }
 
@@ -156,7 +157,10 @@ impl GrpcService<Body> for Http2 {
         self.sender.poll_ready(context).map_err(NoResponse::from)
     }
 
-    fn call(&mut self, request: Request<Body>) -> Self::Future {
+    fn call(&mut self, mut request: Request<Body>) -> Self::Future {
+        if self.gzip {
+            request = compressed(request);
+        }
         let sent = self.sender.send_request(request);
         let failed = Arc::clone(&self.failed);
         Box::pin(async move {
@@ -179,6 +183,28 @@ impl GrpcService<Body> for Http2 {
     }
 }
 
+/// Says of a request's message that it is compressed: in a header, and in the flag that begins the message's frame.
+fn compressed(request: Request<Body>) -> Request<Body> {
+    let mut flagged = false;
+    let mut request = request.map(|body| {
+        Body::new(body.map_frame(move |frame| {
+            frame.map_data(|data| {
+                if flagged || data.is_empty() {
+                    return data;
+                }
+                flagged = true;
+                let mut data = BytesMut::from(data);
+                data[0] = 1;
+                data.freeze()
+            })
+        }))
+    });
+    request
+        .headers_mut()
+        .insert("grpc-encoding", HeaderValue::from_static("gzip"));
+    request
+}
+
 /// Notes a failure that headers or trailers tell of, and removes details that tonic cannot read.
 fn examine(headers: &mut HeaderMap, failed: &AtomicBool) {
     if headers.get("grpc-status").is_some_and(|status| status != "0") {
@@ -187,7 +213,7 @@ fn examine(headers: &mut HeaderMap, failed: &AtomicBool) {
     // Metadata is base64 without padding by the letter of gRPC, and with it by the habit of some.
     let config = GeneralPurposeConfig::new().with_decode_padding_mode(DecodePaddingMode::Indifferent);
     let base64 = GeneralPurpose::new(&STANDARD, config);
-    let unreadable = |details: &http::HeaderValue| base64.decode(details.as_bytes()).is_err();
+    let unreadable = |details: &HeaderValue| base64.decode(details.as_bytes()).is_err();
     if headers.get(DETAILS).is_some_and(unreadable) {
         headers.remove(DETAILS);
     }
