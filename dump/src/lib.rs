@@ -7,6 +7,11 @@
 //! The analyzer expects every operation on *all* ranks of its process group. So the messages from one rank to another are a
 //! process group of two.
 
+#![cfg_attr(
+    test,
+    allow(clippy::disallowed_methods, reason = "tests play whoever else writes there")
+)]
+
 mod file;
 mod value;
 
@@ -14,7 +19,7 @@ use std::collections::BTreeMap;
 
 use ringsight_records::{DataType, Description, Flags, Function};
 
-pub use file::{Format, write};
+pub use file::{Format, path, write};
 pub use value::Value;
 
 /// The version of the form, as PyTorch 2.11 writes it.
