@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use ringsight_output::{Error, Place};
+use ringsight_output::{Destination, Error};
 
 use crate::Value;
 
@@ -32,8 +32,8 @@ pub fn path(prefix: &Path, rank: u32) -> PathBuf {
 /// The place is no file, a link of another user leads to it, or the system's error.
 pub fn write(prefix: &Path, rank: u32, format: Format, dump: &Value) -> Result<PathBuf, Error> {
     let path = path(prefix, rank);
-    let place = Place::find_or_make_folders(&path)?;
-    if place.is_stream() {
+    let destination = Destination::resolve_and_make_folders(&path)?;
+    if destination.is_stream() {
         // Writing to a pipe could end the process whose dump this is: its reader may be gone, and SIGPIPE belongs to the program.
         return Err(Error::NotRegular);
     }
@@ -41,7 +41,7 @@ pub fn write(prefix: &Path, rank: u32, format: Format, dump: &Value) -> Result<P
         Format::Pickle => dump.pickle(),
         Format::Json => dump.json().into_bytes(),
     };
-    place.replace(|file| file.write_all(&bytes))?;
+    destination.replace(|file| file.write_all(&bytes))?;
     Ok(path)
 }
 

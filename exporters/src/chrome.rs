@@ -12,14 +12,16 @@ mod arguments;
 mod file;
 mod tracks;
 
-use std::{fs::File, io::Write as _, time::Duration};
+use std::{fs::File, io::Write as _, path::Path, time::Duration};
+
+use ringsight_output::{Destination, Error};
 
 use self::{
     arguments::{Arguments, string},
     file::{ArrayFile, Medium},
     tracks::{Place, Track, Tracks},
 };
-use crate::model::{Batch, ExportStats, Exporter, Metric, MetricData, Operation, Signal, Span, Value};
+use crate::model::{Batch, ExportStats, Exporter, Metric, MetricData, Operation, Signal, Span, Takes, Value};
 
 /// A chunk of the file is written when it has this many bytes, so that a large batch needs no large buffer.
 const CHUNK_BYTES: usize = 1 << 20;
@@ -32,21 +34,51 @@ pub struct ChromeExporter {
 }
 
 impl ChromeExporter {
-    /// Creates or replaces the file `path`.
+    /// Creates the file `path`, or begins it anew.
     ///
     /// # Errors
-    /// The file cannot be created or written; the text names it and the reason.
-    pub fn create(path: impl AsRef<std::path::Path>) -> Result<Self, String> {
-        let path = path.as_ref().display().to_string();
-        let file = File::create(&path).map_err(|e| format!("cannot create trace file {path}: {e}"))?;
-        let writer = Writer::new(file).map_err(|e| format!("cannot write trace file {path}: {e}"))?;
-        Ok(Self { path, writer })
+    /// The file cannot be created or written, or is a pipe or a device; the text names it and the reason.
+    pub fn create(path: impl AsRef<Path>) -> Result<Self, String> {
+        let path = path.as_ref();
+        let destination = Destination::resolve(path)
+            .map_err(|error| format!("cannot create trace file {}: {error}", path.display()))?;
+        Self::create_at(&destination)
+    }
+
+    /// As [`ChromeExporter::create`], at a destination that was found before.
+    ///
+    /// # Errors
+    /// As [`ChromeExporter::create`].
+    pub fn create_at(destination: &Destination) -> Result<Self, String> {
+        let path = destination.path().display().to_string();
+        let begun = || {
+            // Each write overwrites the end of the array, which a pipe does not allow.
+            if destination.is_stream() {
+                return Err(Error::NotRegular);
+            }
+            let file = destination.open()?;
+            file.set_len(0)?;
+            Ok(Writer::new(file)?)
+        };
+        match begun() {
+            Ok(writer) => Ok(Self { path, writer }),
+            Err(error) => Err(format!("cannot create trace file {path}: {error}")),
+        }
     }
 }
 
 impl Exporter for ChromeExporter {
     fn target(&self) -> String {
         format!("Chrome trace {}", self.path)
+    }
+
+    fn takes(&self) -> Takes {
+        Takes {
+            traces: true,
+            metrics: true,
+            logs: false,
+            operations: true,
+        }
     }
 
     fn export(&mut self, batch: &Batch) {

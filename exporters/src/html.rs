@@ -10,14 +10,14 @@ mod store;
 
 use std::{
     collections::HashMap,
-    fs,
-    io::Write as _,
-    path::{Path, PathBuf},
+    path::Path,
     time::{Duration, Instant},
 };
 
+use ringsight_output::{Destination, Error};
+
 use self::store::Store;
-use crate::model::{Batch, ExportStats, Exporter, MetricData};
+use crate::model::{Batch, ExportStats, Exporter, MetricData, Takes};
 
 /// Operations that a page keeps unless told otherwise.
 pub const DEFAULT_OPERATIONS: usize = 50_000;
@@ -30,7 +30,7 @@ const LOST_METRIC: &str = "ccl.probe.lost";
 
 /// Writes the page.
 pub struct HtmlExporter {
-    path: PathBuf,
+    destination: Destination,
     title: String,
     store: Store,
     /// Lost events by who counted them.
@@ -46,7 +46,7 @@ impl HtmlExporter {
     /// Creates the page at `path` (replacing a file there), with `title` as its heading.
     ///
     /// # Errors
-    /// The place is no regular file, or cannot be written; the text names it and the reason.
+    /// The path names no regular file, or cannot be written; the text names it and the reason.
     pub fn create(path: impl AsRef<Path>, title: impl Into<String>) -> Result<Self, String> {
         Self::with_limit(path, title, DEFAULT_OPERATIONS)
     }
@@ -61,17 +61,23 @@ impl HtmlExporter {
         operations: usize,
     ) -> Result<Self, String> {
         let path = path.as_ref();
-        // A rename would put a file in the place of a link, or of a device.
-        let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
-        if path.exists() && !path.is_file() {
-            return Err(format!(
-                "cannot write page {}: it is not a regular file",
-                path.display()
-            ));
-        }
+        let destination = Destination::resolve(path)
+            .map_err(|error| format!("cannot write page {}: {error}", path.display()))?;
+        Self::at(destination, title.into(), operations)
+    }
+
+    /// As [`HtmlExporter::create`], at a destination that was found before.
+    ///
+    /// # Errors
+    /// As [`HtmlExporter::create`].
+    pub fn create_at(destination: Destination, title: impl Into<String>) -> Result<Self, String> {
+        Self::at(destination, title.into(), DEFAULT_OPERATIONS)
+    }
+
+    fn at(destination: Destination, title: String, operations: usize) -> Result<Self, String> {
         let mut exporter = Self {
-            path,
-            title: title.into(),
+            destination,
+            title,
             store: Store::new(operations, DEFAULT_PARTS),
             lost: HashMap::new(),
             unwritten: 0,
@@ -88,9 +94,13 @@ impl HtmlExporter {
     fn write(&mut self, last: bool) -> Result<(), String> {
         let started = Instant::now();
         let lost = self.lost.values().sum();
-        let written = write_beside(&self.path, |file| {
-            page::write(file, &self.title, &self.store, lost, last)
-        });
+        // A pipe cannot be rewritten.
+        let written = if self.destination.is_stream() {
+            Err(Error::NotRegular)
+        } else {
+            self.destination
+                .replace(|file| page::write(file, &self.title, &self.store, lost, last))
+        };
         self.written_at = Instant::now();
         self.took = started.elapsed();
         match written {
@@ -99,7 +109,7 @@ impl HtmlExporter {
                 Ok(())
             }
             Err(error) => {
-                let error = format!("cannot write page {}: {error}", self.path.display());
+                let error = format!("cannot write page {}: {error}", self.destination.path().display());
                 self.last_error = Some(error.clone());
                 Err(error)
             }
@@ -119,32 +129,18 @@ impl HtmlExporter {
     }
 }
 
-/// Writes a file under a temporary name in the same directory and renames it to `path`.
-fn write_beside(
-    path: &Path,
-    write: impl FnOnce(&mut std::io::BufWriter<fs::File>) -> std::io::Result<()>,
-) -> std::io::Result<()> {
-    let name = path
-        .file_name()
-        .map(|name| name.to_string_lossy().into_owned())
-        .unwrap_or_default();
-    let beside = path.with_file_name(format!(".{name}.{}.part", std::process::id()));
-    let result = fs::File::create(&beside).and_then(|file| {
-        let mut buffered = std::io::BufWriter::with_capacity(1 << 18, file);
-        write(&mut buffered)?;
-        buffered.flush()?;
-        fs::rename(&beside, path)
-    });
-    if result.is_err() {
-        // The room it took is wanted back; that it cannot be removed adds nothing to the error.
-        let _ = fs::remove_file(&beside);
-    }
-    result
-}
-
 impl Exporter for HtmlExporter {
     fn target(&self) -> String {
-        format!("page {}", self.path.display())
+        format!("page {}", self.destination.path().display())
+    }
+
+    fn takes(&self) -> Takes {
+        Takes {
+            traces: false,
+            metrics: false,
+            logs: false,
+            operations: true,
+        }
     }
 
     fn export(&mut self, batch: &Batch) {

@@ -3,16 +3,20 @@
 //!
 //! Each batch is written at once and whole: a process that is killed leaves at most one unfinished line, a full disk none.
 
-use std::fs::{File, OpenOptions, TryLockError};
+use std::fs::{File, TryLockError};
 use std::io::{self, Read as _, Seek as _, SeekFrom, Write};
 use std::path::Path;
 use std::time::Duration;
+
+use ringsight_output::{Destination, Error};
 
 use crate::model::{Batch, ExportStats, Exporter, Signal, Tally};
 use crate::otlp::json;
 
 /// Bytes of lines that are kept for a file that cannot take them, before lines are dropped.
 const KEPT: usize = 4 << 20;
+/// Bytes in which the end of a line is looked for in a file that is to be continued: more than any line of ours has.
+const LONGEST_LINE: u64 = 256 << 20;
 
 /// Writes batches to a file of OTLP JSON lines. Operations in a batch are not OTLP's and are left to other exporters.
 pub struct JsonlExporter {
@@ -26,23 +30,19 @@ impl JsonlExporter {
     /// # Errors
     /// The file cannot be created, in words.
     pub fn create(path: impl AsRef<Path>) -> Result<Self, String> {
-        let path = path.as_ref().display().to_string();
-        let open = || {
-            let file = OpenOptions::new()
-                .write(true)
-                .create(true)
-                .truncate(false)
-                .open(&path)?;
-            lock(&file)?;
-            if file.metadata()?.is_file() {
-                file.set_len(0)?;
-            }
-            Writer::new(file, 0)
-        };
-        match open() {
-            Ok(writer) => Ok(Self { path, writer }),
-            Err(error) => Err(format!("cannot create trace file {path}: {error}")),
-        }
+        Self::at(
+            "create",
+            path.as_ref(),
+            Destination::resolve(&path).and_then(|destination| begin(&destination)),
+        )
+    }
+
+    /// As [`JsonlExporter::create`], at a destination that was found before.
+    ///
+    /// # Errors
+    /// As [`JsonlExporter::create`].
+    pub fn create_at(destination: &Destination) -> Result<Self, String> {
+        Self::at("create", destination.path(), begin(destination))
     }
 
     /// Continues the file if it is there, after its last whole line: what follows that is the rest of a writer that was
@@ -51,28 +51,49 @@ impl JsonlExporter {
     /// # Errors
     /// The file cannot be opened, read or cut, in words.
     pub fn append(path: impl AsRef<Path>) -> Result<Self, String> {
-        let path = path.as_ref().display().to_string();
-        let open = || {
-            let mut file = OpenOptions::new()
-                .read(true)
-                .write(true)
-                .create(true)
-                .truncate(false)
-                .open(&path)?;
-            lock(&file)?;
-            // Pipes and devices have no end to continue at.
-            if !file.metadata()?.is_file() {
-                return Writer::new(file, 0);
-            }
-            let end = end_of_last_line(&mut file)?;
-            file.set_len(end)?;
-            Writer::new(file, end)
-        };
-        match open() {
+        Self::at(
+            "continue",
+            path.as_ref(),
+            Destination::resolve(&path).and_then(|destination| resume(&destination)),
+        )
+    }
+
+    /// As [`JsonlExporter::append`], at a destination that was found before.
+    ///
+    /// # Errors
+    /// As [`JsonlExporter::append`].
+    pub fn append_at(destination: &Destination) -> Result<Self, String> {
+        Self::at("continue", destination.path(), resume(destination))
+    }
+
+    fn at(what: &str, path: &Path, writer: Result<Writer<File>, Error>) -> Result<Self, String> {
+        let path = path.display().to_string();
+        match writer {
             Ok(writer) => Ok(Self { path, writer }),
-            Err(error) => Err(format!("cannot continue trace file {path}: {error}")),
+            Err(error) => Err(format!("cannot {what} trace file {path}: {error}")),
         }
     }
+}
+
+fn begin(destination: &Destination) -> Result<Writer<File>, Error> {
+    let file = destination.open()?;
+    lock(&file)?;
+    // Pipes and devices have no length.
+    if !destination.is_stream() {
+        file.set_len(0)?;
+    }
+    Ok(Writer::new(file, 0)?)
+}
+
+fn resume(destination: &Destination) -> Result<Writer<File>, Error> {
+    let mut file = destination.open()?;
+    lock(&file)?;
+    if destination.is_stream() {
+        return Ok(Writer::new(file, 0)?);
+    }
+    let end = end_of_last_line(&mut file)?;
+    file.set_len(end)?;
+    Ok(Writer::new(file, end)?)
 }
 
 /// Two writers in one file would destroy each other's lines. Pipes and devices, which cannot be locked, are let through.
@@ -86,8 +107,14 @@ fn lock(file: &File) -> io::Result<()> {
 /// Where the last whole line ends.
 fn end_of_last_line(file: &mut File) -> io::Result<u64> {
     let mut end = file.seek(SeekFrom::End(0))?;
+    let least = end.saturating_sub(LONGEST_LINE);
     let mut block = [0; 8192];
     while end > 0 {
+        if end < least {
+            return Err(io::Error::other(
+                "it holds no lines: begin it anew with another name",
+            ));
+        }
         let start = end.saturating_sub(block.len() as u64);
         let part = &mut block[..usize::try_from(end - start).unwrap_or(0)];
         file.seek(SeekFrom::Start(start))?;

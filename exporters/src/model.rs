@@ -273,6 +273,40 @@ impl Batch {
         } = self;
         spans.is_empty() && metrics.is_empty() && logs.is_empty() && operations.is_empty()
     }
+
+    /// About how many bytes of memory it takes. Shared texts and resources are not counted.
+    #[must_use]
+    pub fn memory(&self) -> usize {
+        let attributes = |attributes: &Vec<Attribute>| size_of_val(attributes.as_slice());
+        let spans = self.spans.iter().map(|span| {
+            let events = span.events.iter().map(|event| attributes(&event.attributes));
+            let links = span.links.iter().map(|link| attributes(&link.attributes));
+            attributes(&span.attributes)
+                + size_of_val(span.events.as_slice())
+                + size_of_val(span.links.as_slice())
+                + events.chain(links).sum::<usize>()
+        });
+        let metrics = self.metrics.iter().map(|metric| {
+            let buckets = match &metric.data {
+                MetricData::Histogram { buckets, .. } => size_of_val(buckets.as_slice()),
+                _ => 0,
+            };
+            attributes(&metric.attributes) + buckets
+        });
+        let logs = self
+            .logs
+            .iter()
+            .map(|log| attributes(&log.attributes) + log.body.len());
+        let operations = self
+            .operations
+            .iter()
+            .map(|operation| size_of_val(operation.by_rank.as_slice()));
+        size_of_val(self.spans.as_slice())
+            + size_of_val(self.metrics.as_slice())
+            + size_of_val(self.logs.as_slice())
+            + size_of_val(self.operations.as_slice())
+            + spans.chain(metrics).chain(logs).chain(operations).sum::<usize>()
+    }
 }
 
 /// One kind of telemetry.
@@ -423,6 +457,29 @@ impl IndexMut<Signal> for ExportStats {
     }
 }
 
+/// Which parts of a batch an exporter writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Takes {
+    /// Spans.
+    pub traces: bool,
+    /// Metric points.
+    pub metrics: bool,
+    /// Log records.
+    pub logs: bool,
+    /// Operations.
+    pub operations: bool,
+}
+
+impl Takes {
+    /// All signals of OpenTelemetry, and no operations.
+    pub const SIGNALS: Self = Self {
+        traces: true,
+        metrics: true,
+        logs: true,
+        operations: false,
+    };
+}
+
 /// A place that telemetry goes to.
 pub trait Exporter: Send {
     /// Where, for messages: `OTLP http://localhost:4317`, `file trace.html`.
@@ -430,6 +487,14 @@ pub trait Exporter: Send {
     /// Takes a batch. Never blocks for long: what cannot be delivered now is queued within the exporter's bound, what
     /// does not fit is dropped and counted.
     fn export(&mut self, batch: &Batch);
+    /// As [`Exporter::export`], of a batch that it may keep: an exporter with a thread of its own copies nothing.
+    fn export_shared(&mut self, batch: &Arc<Batch>) {
+        self.export(batch);
+    }
+    /// What it writes of a batch.
+    fn takes(&self) -> Takes {
+        Takes::SIGNALS
+    }
     /// How it is doing.
     fn stats(&self) -> ExportStats;
     /// Delivers what is queued, within `timeout`, and closes. Later calls do nothing.

@@ -2,6 +2,8 @@
 //!
 //! Set `RINGSIGHT_PAGE_DIR` to keep the pages and look at them.
 
+#![allow(clippy::disallowed_methods, reason = "tests play whoever else writes there")]
+
 mod html_job;
 #[path = "../../tests/src/skip.rs"]
 mod skip;

@@ -1,5 +1,7 @@
 //! A disk that fills up while a recording goes on: a file system of one megabyte, mounted for the test.
 
+#![allow(clippy::disallowed_methods, reason = "tests play whoever else writes there")]
+
 #[expect(dead_code, reason = "each test uses its part of the made-up job")]
 mod html_job;
 #[path = "../../tests/src/skip.rs"]

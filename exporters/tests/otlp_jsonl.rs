@@ -1,5 +1,7 @@
 //! Files of OTLP JSON lines, read back by `opentelemetry-proto`.
 
+#![allow(clippy::disallowed_methods, reason = "tests play whoever else writes there")]
+
 mod otlp_common;
 
 use std::fs;

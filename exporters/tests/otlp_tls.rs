@@ -1,5 +1,7 @@
 //! TLS: custom certificate authorities, client certificates, and everything that is wrong with them.
 
+#![allow(clippy::disallowed_methods, reason = "tests play whoever else writes there")]
+
 mod otlp_common;
 mod otlp_server;
 

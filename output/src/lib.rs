@@ -1,7 +1,7 @@
 //! What leaves a process of ringsight: its output files, and text from outside that a person reads.
 //!
 //! A collector runs as root and writes into folders that others own. The owner of a folder can put a symbolic link, a hard link or a
-//! pipe at any name in it, at any moment. So every output file goes through a [`Place`]: a name in a folder that is held open.
+//! pipe at any name in it, at any moment. So every output file goes through a [`Destination`]: a name in a folder that is held open.
 //!
 //! | danger | answer |
 //! |---|---|
@@ -12,15 +12,15 @@
 //! | a pipe without a reader | [`Error::NoReader`], without waiting |
 //! | control characters in a name | [`Printable`] |
 //!
-//! A place replaces its file as a whole ([`Place::replace`]) or lets it grow ([`Place::open`]). A pipe or device is opened once and
-//! written to. Writing may block: whoever must not wait writes from another thread.
+//! A destination replaces its file as a whole ([`Destination::replace`]) or lets it grow ([`Destination::open`]). A pipe or a device is
+//! opened once and written to. Writing may block: whoever must not wait writes from another thread.
 //!
 //! Only this crate opens, makes or renames output files. `clippy.toml` of each crate that writes any forbids `std`'s ways.
 //!
-//! It is no user of the crate `tempfile`: that names folders by path, and a path can lead elsewhere at the next call.
+//! The crate `tempfile` would not do: it names folders by path, and a path may lead elsewhere at the next call.
 
-mod place;
+mod destination;
 mod printable;
 
-pub use place::{Error, Place};
+pub use destination::{Destination, Error};
 pub use printable::{Printable, json, lines};

@@ -1,4 +1,4 @@
-use std::sync::Arc;
+use std::{fs, sync::Arc};
 
 use proptest::prelude::*;
 use serde_json::Value as Json;

@@ -52,12 +52,10 @@ fn names_lost_with_a_full_disk_are_written_again() {
 }
 
 #[test]
-fn a_device_without_room_is_named_at_once() {
-    let error = ChromeExporter::create("/dev/full")
-        .err()
-        .expect("/dev/full has no room");
+fn what_no_trace_can_be_written_to_is_named_at_once() {
+    let error = ChromeExporter::create("/dev/full").err().unwrap();
     assert!(
-        error.contains("/dev/full") && error.contains("No space left"),
+        error.contains("/dev/full") && error.contains("not a regular file"),
         "{error}"
     );
     let error = ChromeExporter::create("/nonexistent/trace.json").err().unwrap();

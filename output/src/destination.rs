@@ -75,9 +75,9 @@ impl From<Errno> for Error {
 
 type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// The place of an output: a name in a folder that is held open, or an open pipe or device.
+/// The destination of an output: a name in a folder that is held open, or an open pipe or device.
 #[derive(Debug)]
-pub struct Place {
+pub struct Destination {
     /// The path as the user wrote it.
     path: PathBuf,
     kind: Kind,
@@ -102,21 +102,21 @@ struct Name {
     own: u32,
 }
 
-impl Place {
-    /// Finds the place that a path names, and opens it if it is a pipe or a device. Makes no file.
+impl Destination {
+    /// Finds the destination that a path names, and opens it if it is a pipe or a device. Makes no file.
     ///
     /// # Errors
-    /// The folder is not there, a link of another user leads to the place, the place is a folder or a socket, or nobody reads the pipe.
-    pub fn find(path: impl AsRef<Path>) -> Result<Self> {
-        resolve::place(path.as_ref(), own(), false)
+    /// The folder is not there, a link of another user leads there, it is a folder or a socket, or nobody reads the pipe.
+    pub fn resolve(path: impl AsRef<Path>) -> Result<Self> {
+        resolve::destination(path.as_ref(), own(), false)
     }
 
-    /// Like [`find`](Self::find), but makes the folders that are missing.
+    /// Like [`resolve`](Self::resolve), but makes the folders that are missing.
     ///
     /// # Errors
-    /// Those of [`find`](Self::find); a folder cannot be made.
-    pub fn find_or_make_folders(path: impl AsRef<Path>) -> Result<Self> {
-        resolve::place(path.as_ref(), own(), true)
+    /// Those of [`resolve`](Self::resolve); a folder cannot be made.
+    pub fn resolve_and_make_folders(path: impl AsRef<Path>) -> Result<Self> {
+        resolve::destination(path.as_ref(), own(), true)
     }
 
     /// The path as the user wrote it.
@@ -140,7 +140,7 @@ impl Place {
     /// Whether writing both would write one file, whatever their paths. Two outputs may go to one terminal or `/dev/null`.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
-        let file = |place: &Self| match &place.kind {
+        let file = |destination: &Self| match &destination.kind {
             Kind::Name(name) => name.stat().ok(),
             Kind::Stream(file) => {
                 let about = rustix::fs::fstat(file).ok();
@@ -213,7 +213,7 @@ impl Place {
         }
     }
 
-    /// Opens the place for output that grows, to read and write: the file that is there, or a new one; or the pipe or device.
+    /// Opens what grows, to read and write: the file that is there, a new one, or the pipe or device.
     ///
     /// # Errors
     /// The system's; [`Error::ForeignFile`], [`Error::OtherNames`] or [`Error::NotRegular`] of a file that is there.

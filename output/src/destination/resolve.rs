@@ -1,4 +1,4 @@
-//! From a path to a place, component by component: the kernel follows no link unseen.
+//! From a path to a destination, component by component: the kernel follows no link unseen.
 
 use std::{
     ffi::OsString,
@@ -14,7 +14,7 @@ use rustix::{
     io::Errno,
 };
 
-use super::{Error, Kind, Name, Place, Result, is_trusted, open_stream};
+use super::{Destination, Error, Kind, Name, Result, is_trusted, open_stream};
 
 /// As many links as the kernel follows in one path.
 const MOST_LINKS: usize = 40;
@@ -23,8 +23,8 @@ const HANDLE: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
 /// Bits of a folder's mode that let others put names into it. An access list shows as the group's bit.
 const OTHERS_MAY_WRITE: u32 = 0o022;
 
-/// The place that `path` names to user `own`.
-pub(super) fn place(path: &Path, own: u32, make_folders: bool) -> Result<Place> {
+/// The destination that `path` names to user `own`.
+pub(super) fn destination(path: &Path, own: u32, make_folders: bool) -> Result<Destination> {
     let mut walk = Walk {
         folder: rustix::fs::openat(CWD, ".", HANDLE | OFlags::DIRECTORY, Mode::empty())?,
         at: PathBuf::new(),
@@ -35,13 +35,13 @@ pub(super) fn place(path: &Path, own: u32, make_folders: bool) -> Result<Place> 
     };
     walk.push(path)?;
     let kind = walk.finish()?;
-    Ok(Place {
+    Ok(Destination {
         path: path.to_owned(),
         kind,
     })
 }
 
-/// The way from a folder to a place.
+/// The way from a folder to a destination.
 struct Walk {
     /// The folder come to.
     folder: OwnedFd,
@@ -162,7 +162,7 @@ impl Walk {
         name.check_owner(about)?;
         let file = open_stream(&name.folder, &name.name, false)?;
         let opened = rustix::fs::fstat(&file)?;
-        // A regular file in its place would be written over.
+        // A regular file that was put there since would be written over.
         if (opened.st_dev, opened.st_ino) != (about.st_dev, about.st_ino) {
             return Err(Errno::AGAIN.into());
         }

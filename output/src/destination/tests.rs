@@ -46,8 +46,8 @@ impl Scene {
         }
     }
 
-    fn find(&self, name: &str) -> Result<Place> {
-        resolve::place(&self.path(name), self.own, false)
+    fn find(&self, name: &str) -> Result<Destination> {
+        resolve::destination(&self.path(name), self.own, false)
     }
 
     fn share(&self) {
@@ -55,8 +55,8 @@ impl Scene {
     }
 }
 
-fn put(place: &Place, text: &str) -> Result<()> {
-    place.replace(|file| file.write_all(text.as_bytes()))
+fn put(destination: &Destination, text: &str) -> Result<()> {
+    destination.replace(|file| file.write_all(text.as_bytes()))
 }
 
 #[test]
@@ -83,12 +83,12 @@ fn own_links_are_followed_and_stay() {
     symlink("a/b", scene.path("relative")).unwrap();
     symlink(scene.path("relative"), scene.path("absolute")).unwrap();
     symlink("../b/file", scene.path("a/b/link")).unwrap();
-    let place = Place::find(scene.path("absolute/link")).unwrap();
-    put(&place, "text").unwrap();
+    let destination = Destination::resolve(scene.path("absolute/link")).unwrap();
+    put(&destination, "text").unwrap();
     assert_eq!(fs::read_to_string(scene.path("a/b/file")).unwrap(), "text");
     assert!(fs::symlink_metadata(scene.path("a/b/link")).unwrap().is_symlink());
     symlink("loop", scene.path("loop")).unwrap();
-    let error = Place::find(scene.path("loop")).unwrap_err();
+    let error = Destination::resolve(scene.path("loop")).unwrap_err();
     assert!(error.to_string().contains("symbolic links"), "{error}");
 }
 
@@ -96,24 +96,24 @@ fn own_links_are_followed_and_stay() {
 fn a_link_that_appears_later_is_not_followed() {
     let scene = Scene::new();
     fs::write(scene.path("precious"), "precious").unwrap();
-    let place = scene.find("file").unwrap();
+    let destination = scene.find("file").unwrap();
     symlink(scene.path("precious"), scene.path("file")).unwrap();
-    place.open().unwrap_err();
-    place.check_open().unwrap_err();
-    put(&place, "new").unwrap();
+    destination.open().unwrap_err();
+    destination.check_open().unwrap_err();
+    put(&destination, "new").unwrap();
     assert_eq!(fs::read_to_string(scene.path("precious")).unwrap(), "precious");
     assert_eq!(fs::read_to_string(scene.path("file")).unwrap(), "new");
 
     // The folder is held, not its path.
-    let place = scene.find("folder/file").err();
-    assert!(place.is_some(), "the folder is not there yet");
+    let destination = scene.find("folder/file").err();
+    assert!(destination.is_some(), "the folder is not there yet");
     fs::create_dir(scene.path("folder")).unwrap();
     fs::create_dir(scene.path("elsewhere")).unwrap();
-    let place = scene.find("folder/file").unwrap();
+    let destination = scene.find("folder/file").unwrap();
     fs::rename(scene.path("folder"), scene.path("moved")).unwrap();
     symlink(scene.path("elsewhere"), scene.path("folder")).unwrap();
-    put(&place, "held").unwrap();
-    place.open().unwrap().seek(SeekFrom::End(0)).unwrap();
+    put(&destination, "held").unwrap();
+    destination.open().unwrap().seek(SeekFrom::End(0)).unwrap();
     assert_eq!(fs::read_to_string(scene.path("moved/file")).unwrap(), "held");
     assert_eq!(fs::read_dir(scene.path("elsewhere")).unwrap().count(), 0);
 }
@@ -121,11 +121,11 @@ fn a_link_that_appears_later_is_not_followed() {
 #[test]
 fn a_file_is_replaced_as_a_whole_or_not_at_all() {
     let scene = Scene::new();
-    let place = scene.find("file").unwrap();
-    assert!(!place.holds_file());
-    put(&place, "first").unwrap();
-    assert!(place.holds_file());
-    let failed = place.replace(|file| {
+    let destination = scene.find("file").unwrap();
+    assert!(!destination.holds_file());
+    put(&destination, "first").unwrap();
+    assert!(destination.holds_file());
+    let failed = destination.replace(|file| {
         file.write_all(b"half of the sec")?;
         Err(io::Error::other("the disk is full"))
     });
@@ -145,8 +145,8 @@ fn a_file_is_replaced_as_a_whole_or_not_at_all() {
 #[test]
 fn temporary_names_differ_and_follow_nothing() {
     let scene = Scene::new();
-    let place = scene.find("file").unwrap();
-    let Kind::Name(name) = &place.kind else {
+    let destination = scene.find("file").unwrap();
+    let Kind::Name(name) = &destination.kind else {
         panic!("a name")
     };
     let names: std::collections::BTreeSet<OsString> =
@@ -188,24 +188,24 @@ fn a_pipe_is_opened_once_and_never_waited_for() {
     let scene = Scene::new();
     let pipe = scene.path("pipe");
     rustix::fs::mknodat(CWD, &pipe, FileType::Fifo, Mode::from_raw_mode(0o600), 0).unwrap();
-    let error = Place::find(&pipe).unwrap_err();
+    let error = Destination::resolve(&pipe).unwrap_err();
     assert!(matches!(error, Error::NoReader), "{error}");
     let flags = OFlags::RDONLY | OFlags::NONBLOCK;
     let mut reader: File = rustix::fs::open(&pipe, flags, Mode::empty()).unwrap().into();
-    let place = Place::find(&pipe).unwrap();
-    assert!(place.is_stream() && !place.holds_file());
-    put(&place, "one ").unwrap();
-    place.open().unwrap().write_all(b"two").unwrap();
+    let destination = Destination::resolve(&pipe).unwrap();
+    assert!(destination.is_stream() && !destination.holds_file());
+    put(&destination, "one ").unwrap();
+    destination.open().unwrap().write_all(b"two").unwrap();
     let mut bytes = [0; 16];
     let length = reader.read(&mut bytes).unwrap();
     assert_eq!(&bytes[..length], b"one two");
     let nothing = reader.read(&mut bytes).unwrap_err();
     assert_eq!(nothing.kind(), io::ErrorKind::WouldBlock, "it is still open");
-    drop(place);
+    drop(destination);
     assert_eq!(reader.read(&mut bytes).unwrap(), 0, "its end");
     let target = scene.path("standard-output");
     symlink("/proc/self/fd/1", &target).unwrap();
-    assert!(Place::find(&target).unwrap().is_stream());
+    assert!(Destination::resolve(&target).unwrap().is_stream());
 }
 
 #[test]
@@ -213,7 +213,7 @@ fn devices_stay_what_they_are() {
     let scene = Scene::new();
     let link = scene.path("full");
     symlink("/dev/full", &link).unwrap();
-    let error = put(&Place::find(&link).unwrap(), "text").unwrap_err();
+    let error = put(&Destination::resolve(&link).unwrap(), "text").unwrap_err();
     assert!(error.to_string().contains("No space left"), "{error}");
     assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
 }
@@ -228,35 +228,35 @@ fn what_is_no_file_is_refused() {
         Path::new("/"),
         Path::new(".."),
     ] {
-        let error = Place::find(path).unwrap_err();
+        let error = Destination::resolve(path).unwrap_err();
         assert!(matches!(error, Error::NotRegular), "{}: {error}", path.display());
     }
     for path in ["", "/no/such/folder/file"] {
-        let error = Place::find(path).unwrap_err();
+        let error = Destination::resolve(path).unwrap_err();
         assert!(
             error.to_string().contains("No such file") || path.is_empty(),
             "{path}: {error}"
         );
     }
     fs::write(scene.path("file"), "").unwrap();
-    let error = Place::find(scene.path("file/below")).unwrap_err();
+    let error = Destination::resolve(scene.path("file/below")).unwrap_err();
     assert!(error.to_string().contains("Not a directory"), "{error}");
 }
 
 #[test]
 fn one_file_is_known_by_every_name() {
     let scene = Scene::new();
-    let place = |name: &str| Place::find(scene.path(name)).unwrap();
+    let destination = |name: &str| Destination::resolve(scene.path(name)).unwrap();
     fs::create_dir(scene.path("folder")).unwrap();
     symlink("../new", scene.path("folder/link")).unwrap();
     for other in ["new", "./new", "folder/../new", "folder/link"] {
-        assert!(place("new").is_same(&place(other)), "{other}");
+        assert!(destination("new").is_same(&destination(other)), "{other}");
     }
-    assert!(!place("new").is_same(&place("newer")));
+    assert!(!destination("new").is_same(&destination("newer")));
     fs::write(scene.path("new"), "").unwrap();
     fs::hard_link(scene.path("new"), scene.path("folder/hard")).unwrap();
-    assert!(place("new").is_same(&place("folder/hard")));
-    let device = |path: &str| Place::find(path).unwrap();
+    assert!(destination("new").is_same(&destination("folder/hard")));
+    let device = |path: &str| Destination::resolve(path).unwrap();
     assert!(
         !device("/dev/null").is_same(&device("/dev/null")),
         "nothing is lost there"
@@ -267,7 +267,7 @@ fn one_file_is_known_by_every_name() {
 fn folders_are_made_where_they_are_wanted() {
     let scene = Scene::new();
     let path = scene.path("a/b/file");
-    put(&Place::find_or_make_folders(&path).unwrap(), "text").unwrap();
+    put(&Destination::resolve_and_make_folders(&path).unwrap(), "text").unwrap();
     assert_eq!(fs::read_to_string(path).unwrap(), "text");
-    Place::find(scene.path("c/file")).unwrap_err();
+    Destination::resolve(scene.path("c/file")).unwrap_err();
 }
