@@ -95,11 +95,11 @@ impl Worker {
     ///
     /// # Errors
     /// Those of `open`; it took too long; no thread is to be had. The text names `target` where `open` did not.
-    pub fn start<E: Exporter + 'static>(
+    pub fn start(
         target: &str,
         limit: usize,
         patience: Duration,
-        open: impl FnOnce() -> Result<E, String> + Send + 'static,
+        open: impl FnOnce() -> Result<Box<dyn Exporter>, String> + Send + 'static,
     ) -> Result<Self, String> {
         let (work, to_do) = mpsc::channel();
         let (ended_tell, ended) = mpsc::channel();
@@ -153,7 +153,7 @@ fn lock(account: &Mutex<Account>) -> MutexGuard<'_, Account> {
 
 /// The thread: gives the exporter what comes, until it is closed or nobody can give it any more. Its file is closed when this returns.
 fn deliver(
-    mut exporter: impl Exporter,
+    mut exporter: Box<dyn Exporter>,
     to_do: &mpsc::Receiver<Work>,
     account: &Mutex<Account>,
 ) -> Result<(), String> {

@@ -1,8 +1,10 @@
 //! `ringsight attach`: the reader loop.
 
 use std::{
-    io::{IsTerminal, Write},
+    io::{self, IsTerminal},
     path::PathBuf,
+    sync::Arc,
+    thread::{self, ScopedJoinHandle},
     time::{Duration, Instant},
 };
 
@@ -15,6 +17,7 @@ use ringsight_collector::{
     summary::{ExporterRow, Summary},
 };
 use ringsight_exporters::Exporter;
+use ringsight_output::Destination;
 use ringsight_probes::{
     Attached, NetworkScope, Sample, Session, Source, UseEbpf, process::environment_variable,
 };
@@ -22,10 +25,9 @@ use serde_json::json;
 use tracing::{error, info, warn};
 
 use super::{
-    Exit, outputs, print,
+    Exit, log, outputs, print,
     report::{cpu_seconds, describe, describe_network, report, summarise},
     signals::Ending,
-    write_whole,
 };
 
 /// How often the carriers are read: what their buffers are sized for.
@@ -122,30 +124,33 @@ fn parse_scope(text: &str) -> Result<String, String> {
 
 /// Exporters and what the user is told of them.
 struct Outputs {
+    files: outputs::Files,
     exporters: Vec<Box<dyn Exporter>>,
     /// How each was doing when it was last looked at.
     health: Vec<outputs::Health>,
 }
 
 impl Outputs {
-    /// The endpoint, if one is named; no file is touched yet.
+    /// The endpoint, if one is named, and where the files are to be; no file is touched yet.
     fn connect(arguments: &AttachArguments) -> Result<Self, String> {
-        outputs::check(&arguments.outputs, arguments.force)?;
-        for place in [&arguments.summary, &arguments.ready_file].into_iter().flatten() {
-            outputs::check_place(place)?;
-        }
+        let files = outputs::Files::find(
+            &arguments.outputs,
+            arguments.summary.as_deref(),
+            arguments.ready_file.as_deref(),
+            arguments.force,
+        )?;
         let otlp = outputs::otlp(arguments.otlp.as_deref(), arguments.otlp_protocol)?;
         Ok(Self {
+            files,
             health: otlp.iter().map(|_| outputs::Health::default()).collect(),
             exporters: otlp.into_iter().collect(),
         })
     }
 
     fn open_files(&mut self, arguments: &AttachArguments) -> Result<(), String> {
-        for path in &arguments.outputs {
-            self.exporters.push(outputs::open(path, arguments.force)?);
-            self.health.push(outputs::Health::default());
-        }
+        self.exporters.extend(self.files.open(arguments.force)?);
+        self.health
+            .resize_with(self.exporters.len(), outputs::Health::default);
         Ok(())
     }
 
@@ -168,8 +173,9 @@ impl Outputs {
         if batch.is_empty() {
             return;
         }
+        let batch = Arc::new(batch);
         for exporter in &mut self.exporters {
-            exporter.export(&batch);
+            exporter.export_shared(&batch);
         }
     }
 
@@ -180,11 +186,25 @@ impl Outputs {
             .collect()
     }
 
-    /// Delivers what is queued. Says what was not delivered.
+    /// Delivers what is queued, to all at once: one that takes nothing costs the others no time. Says what was not delivered.
     fn shutdown(&mut self, timeout: Duration) -> Vec<ExporterRow> {
+        let errors: Vec<Option<String>> = thread::scope(|scope| {
+            let exporters = self.exporters.iter_mut();
+            let closing: Vec<_> = exporters
+                .map(|exporter| {
+                    thread::Builder::new().spawn_scoped(scope, move || exporter.shutdown(timeout).err())
+                })
+                .collect();
+            let result = |closing: io::Result<ScopedJoinHandle<'_, Option<String>>>| match closing {
+                Ok(closing) => closing
+                    .join()
+                    .unwrap_or_else(|_| Some("it failed while it was closed".to_owned())),
+                Err(error) => Some(format!("no thread to close it: {error}")),
+            };
+            closing.into_iter().map(result).collect()
+        });
         let mut rows = Vec::new();
-        for (exporter, health) in self.exporters.iter_mut().zip(&mut self.health) {
-            let error = exporter.shutdown(timeout).err();
+        for ((exporter, health), error) in self.exporters.iter().zip(&mut self.health).zip(errors) {
             let (target, stats) = (exporter.target(), exporter.stats());
             for news in health.refusals(&stats) {
                 warn!("{target}: {news}");
@@ -206,18 +226,23 @@ pub(super) struct Watched {
 
 /// Runs the command.
 pub(crate) fn run(arguments: &AttachArguments) -> Exit {
-    match try_run(arguments) {
-        Ok(exit) => exit,
-        Err((exit, error)) => {
-            error!("{error}");
-            exit
+    let ending = match Ending::install() {
+        Ok(ending) => ending,
+        Err(problem) => {
+            error!("cannot handle signals: {problem}");
+            return Exit::Error;
         }
-    }
+    };
+    let exit = try_run(arguments, &ending).unwrap_or_else(|(exit, error)| {
+        error!("{error}");
+        exit
+    });
+    log::flush(|| ending.asked());
+    exit
 }
 
-fn try_run(arguments: &AttachArguments) -> Result<Exit, (Exit, String)> {
+fn try_run(arguments: &AttachArguments, ending: &Ending) -> Result<Exit, (Exit, String)> {
     let error = |error: String| (Exit::Error, error);
-    let ending = Ending::install().map_err(|e| error(format!("cannot handle signals: {e}")))?;
     // Files are looked at first and opened last: a process that cannot be watched costs no file its content.
     let mut outputs = Outputs::connect(arguments).map_err(error)?;
     let use_ebpf = if arguments.no_ebpf {
@@ -267,36 +292,38 @@ fn try_run(arguments: &AttachArguments) -> Result<Exit, (Exit, String)> {
         outputs: &mut outputs,
         samples: Vec::new(),
         last_problem: String::new(),
-        status: !arguments.quiet && std::io::stderr().is_terminal(),
+        status: !arguments.quiet && io::stderr().is_terminal(),
     };
-    if let (Some(path), 0) = (&arguments.ready_file, watched.failed) {
+    if let (Some(destination), 0) = (reader.outputs.files.ready.take(), watched.failed) {
         let pids: Vec<u32> = watched
             .attached
             .iter()
             .map(|attached| attached.process.pid)
             .collect();
-        write_whole(
-            path,
-            &json!({ "version": 1, "pids": pids, "attach_ms": watched.attach_ms }).to_string(),
-        )
-        .map_err(error)?;
+        let text = json!({ "version": 1, "pids": pids, "attach_ms": watched.attach_ms }).to_string();
+        outputs::write_whole(destination, text, outputs::PATIENCE).map_err(error)?;
     }
-    reader.watch(&ending, arguments.duration, begun);
+    reader.watch(ending, arguments.duration, begun);
     let detach_ms = reader.let_go();
     let duration_s = begun.elapsed().as_secs_f64();
+    let flushing = Instant::now();
     let exporters = outputs.shutdown(arguments.flush_timeout);
 
     let summary = summarise(&session, &collector, &watched, exporters, (duration_s, detach_ms));
     if !arguments.quiet {
-        eprint!("{}", report(&summary, &collector));
+        log::say(&report(&summary, &collector));
     }
     let mut exit = if watched.failed == 0 {
         Exit::Success
     } else {
         Exit::Error
     };
-    if let Some(path) = &arguments.summary
-        && !write_summary(path, &summary)
+    if let Some(destination) = outputs.files.summary.take()
+        && !write_summary(
+            destination,
+            &summary,
+            arguments.flush_timeout.saturating_sub(flushing.elapsed()),
+        )
     {
         exit = Exit::ExportIncomplete;
     }
@@ -318,11 +345,14 @@ fn try_run(arguments: &AttachArguments) -> Result<Exit, (Exit, String)> {
 }
 
 /// Writes the summary to its file; where that fails, says why and writes it to standard output, lest the run's account be
-/// lost. `false` if it is not in its file.
-fn write_summary(path: &PathBuf, summary: &Summary) -> bool {
+/// lost. `false` if it is not in its file. `limit` is what other outputs have left of the time.
+fn write_summary(destination: Destination, summary: &Summary, limit: Duration) -> bool {
+    /// Enough for a disk that works.
+    const LEAST: Duration = Duration::from_millis(150);
+    let limit = limit.max(LEAST);
     let problem = match serde_json::to_string(summary) {
         Err(problem) => format!("the summary cannot be written: {problem}"),
-        Ok(text) => match write_whole(path, &text) {
+        Ok(text) => match outputs::write_whole(destination, text.clone(), limit) {
             Ok(()) => return true,
             Err(problem) => {
                 print(&(text + "\n"));
@@ -415,12 +445,11 @@ impl Reader<'_> {
                 drawn = now;
             }
             if !busy {
-                std::thread::sleep(POLL);
+                thread::sleep(POLL);
             }
         }
         if self.status {
-            // Clears the status line.
-            eprint!("\r\x1b[K");
+            log::clear_status();
         }
     }
 
@@ -456,17 +485,15 @@ impl Reader<'_> {
             0 => String::new(),
             missed => format!(", {missed} missed before"),
         };
-        eprint!(
-            "\r\x1b[K{:.0} s: {} processes, {operations} operations ({} in flight, {late} with a late rank, {incomplete} incomplete), \
+        log::draw_status(&format!(
+            "{:.0} s: {} processes, {operations} operations ({} in flight, {late} with a late rank, {incomplete} incomplete), \
              {} records, {} lost{missed}",
             begun.elapsed().as_secs_f64(),
             self.session.pids().count(),
             readings.in_flight,
             readings.counts.received_total(),
             readings.counts.lost_total(),
-        );
-        // A status line that cannot be drawn is not worth a word.
-        let _ = std::io::stderr().flush();
+        ));
     }
 
     /// Detaches, takes what is left and hands all of it to the exporters. Returns how long detaching took, milliseconds.

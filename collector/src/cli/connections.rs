@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 
 use ringsight_collector::snapshot::{End, Path};
+use ringsight_output::Printable;
 use ringsight_records::{
     PathCause,
     connection::{LinkStage, PathCondition},
@@ -35,9 +36,10 @@ fn reason(cause: PathCause, status: u8) -> String {
 pub(super) fn write(text: &mut String, ends: &[End]) {
     for end in ends {
         let name = |place: usize| {
-            end.paths
-                .get(place)
-                .map_or_else(|| "?".to_owned(), |path| format!("{}:{}", path.device, path.port))
+            end.paths.get(place).map_or_else(
+                || "?".to_owned(),
+                |path| format!("{}:{}", Printable::from(&*path.device), path.port),
+            )
         };
         let way = if end.sends { "to" } else { "from" };
         // Writing to a string does not fail.

@@ -1,6 +1,7 @@
 //! `ringsight list`: what would be probed in a process, and what it would cost, without touching it.
 
 use ringsight_collector::resource;
+use ringsight_output::Printable;
 use ringsight_probes::{
     Look, kernel,
     site::{self, Site},
@@ -10,7 +11,7 @@ use ringsight_records::{DeviceClock, pages::Communicator};
 use serde_json::{Value, json};
 use tracing::error;
 
-use super::{Exit, print};
+use super::{Exit, print, print_json};
 
 /// Runs the command.
 pub(crate) fn run(pid: u32, json: bool) -> Exit {
@@ -45,7 +46,7 @@ pub(crate) fn run(pid: u32, json: bool) -> Exit {
     });
     if json {
         let value = to_json(pid, &library, &version, &sites, &communicators, &clocks);
-        return print(&format!("{value:#}\n"));
+        return print_json(&value);
     }
     let mut text = to_text(pid, &library, &version, kernel, &sites, &communicators);
     clocks_to_text(&clocks, &mut text);
@@ -155,18 +156,18 @@ fn to_text(
     let _ = writeln!(
         text,
         "process {pid}: {} ({})",
-        library.path.display(),
+        Printable::path(&library.path),
         flavour(library)
     );
     let _ = writeln!(
         text,
         "version {}, build id {}, kernel {major}.{minor}",
-        if version.is_empty() { "unknown" } else { version },
-        if library.build_id.is_empty() {
+        Printable::from(if version.is_empty() { "unknown" } else { version }),
+        Printable::from(if library.build_id.is_empty() {
             "none"
         } else {
             &library.build_id
-        },
+        }),
     );
     let width = sites
         .iter()
@@ -184,7 +185,7 @@ fn to_text(
         let _ = writeln!(
             text,
             "{:<width$}  {:>6}  {:<14}  {:>13}{returns}",
-            site.symbol,
+            Printable::from(&*site.symbol),
             format!("+{}", site.within),
             site.kind.name(),
             site.predicted_ns()
@@ -207,14 +208,14 @@ fn to_text(
             communicator.ranks,
             communicator.nodes,
             communicator.device,
-            communicator.name()
+            Printable::from(communicator.name())
         );
         let _ = writeln!(text, "{}", line.trim_end());
         if !communicator.apart().is_empty() {
             let _ = writeln!(
                 text,
                 "    ranks do not reach each other's memory: {}",
-                communicator.apart()
+                Printable::from(communicator.apart())
             );
         }
     }

@@ -108,11 +108,23 @@ pub(crate) fn main() -> ExitCode {
             print(&String::from_utf8_lossy(&script))
         }
     };
+    log::flush(|| false);
     exit.into()
 }
 
-/// Writes to standard output. A reader that has gone away is no error worth a message.
+/// Writes text to standard output. A name in it that others chose must be a [`ringsight_output::Printable`]: what a terminal would obey is
+/// escaped here, too, but a line end stays.
 fn print(text: &str) -> Exit {
+    write_stdout(&ringsight_output::lines(text))
+}
+
+/// Writes JSON to standard output, indented.
+fn print_json(value: &serde_json::Value) -> Exit {
+    write_stdout(&ringsight_output::json(&format!("{value:#}\n")))
+}
+
+/// A reader that has gone away is no error worth a message.
+fn write_stdout(text: &str) -> Exit {
     use std::io::Write;
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -125,24 +137,6 @@ fn print(text: &str) -> Exit {
     }
 }
 
-/// Writes a file so that a reader sees all of it or nothing: beside it first, then in its place. A pipe or a device is
-/// written to: in its place a file would help nobody.
-fn write_whole(path: &PathBuf, text: &str) -> Result<(), String> {
-    if path.metadata().is_ok_and(|about| !about.is_file()) {
-        return std::fs::write(path, text)
-            .map_err(|error| format!("cannot write {}: {error}", path.display()));
-    }
-    let mut beside = path.clone().into_os_string();
-    beside.push(format!(".{}.tmp", std::process::id()));
-    std::fs::write(&beside, text)
-        .and_then(|()| std::fs::rename(&beside, path))
-        .map_err(|error| {
-            // What is left of it, if anything, is of no use.
-            let _ = std::fs::remove_file(&beside);
-            format!("cannot write {}: {error}", path.display())
-        })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -150,22 +144,5 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Arguments::command().debug_assert();
-    }
-
-    #[test]
-    fn files_appear_whole_and_leave_nothing_beside_them() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("ready.json");
-        write_whole(&path, "{}").unwrap();
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), "{}");
-        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
-        let error = write_whole(&folder.path().join("no/such/folder"), "").unwrap_err();
-        assert!(error.contains("no/such/folder"), "{error}");
-        // A full device stays what it is.
-        let link = folder.path().join("full");
-        std::os::unix::fs::symlink("/dev/full", &link).unwrap();
-        let error = write_whole(&link, "{}").unwrap_err();
-        assert!(error.contains("No space left"), "{error}");
-        assert!(std::fs::symlink_metadata(&link).unwrap().is_symlink());
     }
 }

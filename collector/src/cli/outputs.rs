@@ -1,7 +1,10 @@
 //! Where telemetry goes, by what the command line says.
 
 use std::{
+    io::Write as _,
     path::{Path, PathBuf},
+    sync::mpsc,
+    thread,
     time::{Duration, Instant},
 };
 
@@ -13,7 +16,12 @@ use ringsight_exporters::{
     jsonl::JsonlExporter,
     model::{Consequence, Signal, Tally},
     otlp,
+    worker::{QUEUE_BYTES, Worker},
 };
+use ringsight_output::Destination;
+
+/// How long opening an output may take, or writing a small one: longer than a disk takes to wake.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
 
 /// OTLP's transports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -56,46 +64,144 @@ pub(crate) fn parse_output(text: &str) -> Result<PathBuf, String> {
     format_of(&path).map(|_| path)
 }
 
-/// Finds what would keep the files from being opened, and refuses to overwrite: only lines can be continued, the other
-/// formats would replace what is there.
-pub(crate) fn check(paths: &[PathBuf], force: bool) -> Result<(), String> {
-    for path in paths {
-        // Devices and pipes hold nothing that could be lost.
-        if path.is_file() && !force && format_of(path)? != Format::Jsonl {
-            return Err(format!(
-                "{} exists: name another file, or replace it with --force (a .jsonl file is continued)",
-                path.display()
-            ));
-        }
-        check_place(path)?;
+/// The files of `attach`. Each is found when the command starts and opened when there is something to write; a pipe is opened at once.
+#[derive(Debug)]
+pub(crate) struct Files {
+    /// Where telemetry goes.
+    outs: Vec<(Format, Destination)>,
+    /// Where the summary goes.
+    pub(crate) summary: Option<Destination>,
+    /// Where it says that everything is attached to.
+    pub(crate) ready: Option<Destination>,
+}
+
+impl Files {
+    /// Finds what would keep the files from being written, and changes nothing. Without `force` no file is lost: only lines can be
+    /// continued, the other formats would replace what is there.
+    pub(crate) fn find(
+        outs: &[PathBuf],
+        summary: Option<&Path>,
+        ready: Option<&Path>,
+        force: bool,
+    ) -> Result<Self, String> {
+        let outs = outs
+            .iter()
+            .map(|path| {
+                let (format, destination) = (format_of(path)?, find(path)?);
+                if destination.holds_file() && !force && format != Format::Jsonl {
+                    return Err(format!(
+                        "{} exists: name another file, or replace it with --force (a .jsonl file is continued)",
+                        path.display()
+                    ));
+                }
+                let checked = match format {
+                    Format::Html => destination.check_replace(),
+                    Format::Jsonl | Format::Chrome => destination.check_open(),
+                };
+                checked.map_err(|error| cannot_write(path, &error))?;
+                Ok((format, destination))
+            })
+            .collect::<Result<Vec<_>, String>>()?;
+        let replaced = |path: Option<&Path>| {
+            let Some(path) = path else { return Ok(None) };
+            let destination = find(path)?;
+            destination
+                .check_replace()
+                .map_err(|error| cannot_write(path, &error))?;
+            Ok::<_, String>(Some(destination))
+        };
+        let files = Self {
+            outs,
+            summary: replaced(summary)?,
+            ready: replaced(ready)?,
+        };
+        files.differ().map(|()| files)
     }
-    Ok(())
+
+    /// Refuses options that name one file, by whatever paths: each would destroy what the other writes.
+    fn differ(&self) -> Result<(), String> {
+        let outs = self.outs.iter().map(|(_, destination)| ("--out", destination));
+        let others = [("--summary", &self.summary), ("--ready-file", &self.ready)];
+        let others = others
+            .into_iter()
+            .filter_map(|(option, destination)| Some((option, destination.as_ref()?)));
+        let all: Vec<(&str, &Destination)> = outs.chain(others).collect();
+        for (at, (option, one)) in all.iter().enumerate() {
+            for (other_option, other) in &all[at + 1..] {
+                if one.is_same(other) {
+                    return Err(format!(
+                        "{option} {} and {other_option} {} are one file: name two",
+                        one.path().display(),
+                        other.path().display()
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Opens where telemetry goes, each on a thread of its own: lines are continued unless `force`, the other formats begun.
+    pub(crate) fn open(&mut self, force: bool) -> Result<Vec<Box<dyn Exporter>>, String> {
+        let open = |(format, destination): (Format, Destination)| {
+            let target = destination.path().display().to_string();
+            let start = |open: Opener| Worker::start(&target, QUEUE_BYTES, PATIENCE, open);
+            Ok::<_, String>(Box::new(match format {
+                Format::Jsonl if force => start(Box::new(move || {
+                    JsonlExporter::create_at(&destination).map(boxed)
+                })),
+                Format::Jsonl => start(Box::new(move || {
+                    JsonlExporter::append_at(&destination).map(boxed)
+                })),
+                Format::Chrome => start(Box::new(move || {
+                    ChromeExporter::create_at(&destination).map(boxed)
+                })),
+                Format::Html => start(Box::new(move || {
+                    HtmlExporter::create_at(destination, "ringsight").map(boxed)
+                })),
+            }?) as Box<dyn Exporter>)
+        };
+        self.outs.drain(..).map(open).collect()
+    }
 }
 
-/// Finds what would keep a file from being written, and changes nothing.
-pub(crate) fn check_place(path: &Path) -> Result<(), String> {
-    let folder = path
-        .parent()
-        .filter(|folder| !folder.as_os_str().is_empty())
-        .unwrap_or(Path::new("."));
-    let problem = if path.exists() {
-        std::fs::OpenOptions::new().append(true).open(path).err()
-    } else {
-        std::fs::read_dir(folder).err()
+fn cannot_write(path: &Path, error: &ringsight_output::Error) -> String {
+    format!("cannot write {}: {error}", path.display())
+}
+
+fn find(path: &Path) -> Result<Destination, String> {
+    Destination::resolve(path).map_err(|error| cannot_write(path, &error))
+}
+
+/// Writes a whole file, on a thread that is left behind if it takes longer than `limit`.
+pub(crate) fn write_whole(destination: Destination, text: String, limit: Duration) -> Result<(), String> {
+    let path = destination.path().to_owned();
+    let write = move || {
+        destination
+            .replace(|file| file.write_all(text.as_bytes()))
+            .map_err(|error| cannot_write(destination.path(), &error))
     };
-    problem.map_or(Ok(()), |problem| {
-        Err(format!("cannot write {}: {problem}", path.display()))
+    within(limit, write).unwrap_or_else(|| {
+        Err(format!(
+            "cannot write {}: it takes nothing for {:.1} s",
+            path.display(),
+            limit.as_secs_f64()
+        ))
     })
 }
 
-/// Opens an output file: lines are continued unless `force`, the other formats begun.
-pub(crate) fn open(path: &Path, force: bool) -> Result<Box<dyn Exporter>, String> {
-    Ok(match format_of(path)? {
-        Format::Jsonl if force => Box::new(JsonlExporter::create(path)?),
-        Format::Jsonl => Box::new(JsonlExporter::append(path)?),
-        Format::Chrome => Box::new(ChromeExporter::create(path)?),
-        Format::Html => Box::new(HtmlExporter::create(path, "ringsight")?),
-    })
+/// Has a thread do what may block, and waits for it at most `limit`. `None` if it takes longer, and the thread is left behind; or if there is
+/// no thread to be had.
+pub(crate) fn within<T: Send + 'static>(
+    limit: Duration,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
+    let (done, result) = mpsc::channel();
+    let run = move || {
+        // Nobody waits for it any more if it took too long.
+        let _ = done.send(work());
+    };
+    thread::Builder::new().spawn(run).ok()?;
+    result.recv_timeout(limit).ok()
 }
 
 /// After this time the same trouble is worth telling again. A backend that fails and recovers by turns fills no log.
@@ -230,6 +336,13 @@ fn seconds(duration: Duration) -> String {
     }
 }
 
+/// Makes an exporter.
+type Opener = Box<dyn FnOnce() -> Result<Box<dyn Exporter>, String> + Send>;
+
+fn boxed(exporter: impl Exporter + 'static) -> Box<dyn Exporter> {
+    Box::new(exporter)
+}
+
 /// Environment variables that name an endpoint.
 const ENDPOINTS: [&str; 4] = [
     "OTEL_EXPORTER_OTLP_ENDPOINT",
@@ -269,6 +382,10 @@ mod tests {
 
     use super::*;
 
+    fn outs(paths: &[PathBuf], force: bool) -> Result<Files, String> {
+        Files::find(paths, None, None, force)
+    }
+
     #[test]
     fn files_that_cannot_be_continued_are_not_overwritten() {
         let folder = tempfile::tempdir().unwrap();
@@ -276,20 +393,26 @@ mod tests {
         for name in ["t.json", "t.html", "t.jsonl"] {
             std::fs::write(file(name), "precious").unwrap();
         }
-        assert_eq!(check(&[file("t.jsonl"), file("new.html")], false), Ok(()));
+        outs(&[file("t.jsonl"), file("new.html")], false).unwrap();
         for name in ["t.json", "t.html"] {
-            let error = check(&[file("new.html"), file(name)], false).unwrap_err();
+            let error = outs(&[file("new.html"), file(name)], false).unwrap_err();
             assert!(error.contains(name) && error.contains("--force"), "{error}");
-            assert_eq!(check(&[file(name)], true), Ok(()));
+            outs(&[file(name)], true).unwrap();
         }
-        assert_eq!(check_place(&file("t.json")), Ok(()));
+        Files::find(
+            &[],
+            Some(&file("t.json")),
+            Some(Path::new("beside-the-program")),
+            false,
+        )
+        .unwrap();
         assert_eq!(std::fs::read_to_string(file("t.json")).unwrap(), "precious");
-        assert_eq!(check_place(Path::new("beside-the-program")), Ok(()));
         for place in [folder.path(), Path::new("/no/such/folder/file")] {
-            assert!(check_place(place).is_err(), "{}", place.display());
+            let error = Files::find(&[], Some(place), None, false).unwrap_err();
+            assert!(error.contains(&*place.to_string_lossy()), "{error}");
         }
         std::fs::write(file("t.jsonl"), "{}\nhalf a li").unwrap();
-        drop(open(&file("t.jsonl"), false).unwrap());
+        drop(outs(&[file("t.jsonl")], false).unwrap().open(false).unwrap());
         assert_eq!(std::fs::read_to_string(file("t.jsonl")).unwrap(), "{}\n");
     }
 
@@ -305,6 +428,73 @@ mod tests {
             items,
             consequence,
         });
+    }
+
+    #[test]
+    fn one_file_is_named_by_one_option_only() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str| folder.path().join(name);
+        std::os::unix::fs::symlink("x.json", file("link.json")).unwrap();
+        std::fs::create_dir(file("below")).unwrap();
+        let (x, also_x) = (file("x.json"), file("below/../x.json"));
+        for (paths, summary, ready) in [
+            (vec![x.clone(), also_x.clone()], None, None),
+            (vec![x.clone()], Some(&also_x), None),
+            (vec![file("link.json")], Some(&x), None),
+            (vec![file("link.json")], None, Some(&x)),
+            (vec![file("y.html")], Some(&x), Some(&also_x)),
+        ] {
+            let error = Files::find(
+                &paths,
+                summary.map(PathBuf::as_path),
+                ready.map(PathBuf::as_path),
+                true,
+            )
+            .unwrap_err();
+            assert!(error.contains("are one file"), "{error}");
+        }
+        assert!(!file("x.json").exists());
+        std::fs::write(file("a.jsonl"), "{}\n").unwrap();
+        std::fs::hard_link(file("a.jsonl"), file("b.jsonl")).unwrap();
+        let error = outs(&[file("a.jsonl"), file("b.jsonl")], false).unwrap_err();
+        assert!(error.contains("a.jsonl") && error.contains("b.jsonl"), "{error}");
+        assert_eq!(std::fs::read_to_string(file("a.jsonl")).unwrap(), "{}\n");
+        Files::find(
+            &[x],
+            Some(Path::new("/dev/null")),
+            Some(Path::new("/dev/null")),
+            false,
+        )
+        .unwrap();
+    }
+
+    #[test]
+    fn what_takes_nothing_is_left_behind() {
+        assert_eq!(within(Duration::from_secs(60), || 7), Some(7));
+        assert_eq!(within(Duration::from_millis(10), thread::park), None);
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("pipe");
+        assert!(
+            std::process::Command::new("mkfifo")
+                .arg(&pipe)
+                .status()
+                .unwrap()
+                .success()
+        );
+        let error = find(&pipe).unwrap_err();
+        assert!(error.contains("no process reads"), "{error}");
+        let _reader = std::fs::OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(&pipe)
+            .unwrap();
+        let (much, little) = ("x".repeat(1 << 20), String::new());
+        let destination = find(&pipe).unwrap();
+        let error = write_whole(destination, much, Duration::from_millis(50)).unwrap_err();
+        assert!(error.contains("pipe: it takes nothing for 0.1 s"), "{error}");
+        let file = find(&folder.path().join("ready.json")).unwrap();
+        write_whole(file, little, PATIENCE).unwrap();
+        assert!(folder.path().join("ready.json").is_file());
     }
 
     #[test]

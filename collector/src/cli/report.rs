@@ -4,6 +4,7 @@ use ringsight_collector::{
     Collector, resource,
     summary::{self, ExporterRow, Summary},
 };
+use ringsight_output::Printable;
 use ringsight_probes::{Attached, Carrier, Session, network::SiteState, site::SiteKind};
 use ringsight_records::Kind;
 
@@ -94,7 +95,7 @@ pub(super) fn report(summary: &Summary, collector: &Collector) -> String {
         let _ = writeln!(text, "  {reason}: {count}");
     }
     for row in &summary.exporters {
-        let _ = write!(text, "{}", row.target);
+        let _ = write!(text, "{}", Printable::from(&*row.target));
         // A page shows operations, not spans, and counts none.
         if row.spans.delivered > 0 {
             let _ = write!(text, ": {} spans delivered", row.spans.delivered);
@@ -137,8 +138,8 @@ pub(super) fn describe(attached: &Attached) -> String {
     format!(
         "attached to {} ({}): {} ({version}), {how}, {:.1} ms",
         process.pid,
-        process.name,
-        process.library.display(),
+        Printable::from(&*process.name),
+        Printable::path(&process.library),
         attached.elapsed.as_secs_f64() * 1e3
     )
 }

@@ -1,17 +1,18 @@
 //! `ringsight snapshot`: what processes are in now, and whom they wait for.
 
-use std::{collections::BTreeMap, fmt::Write as _, io, path::Path, time::SystemTime};
+use std::{collections::BTreeMap, fmt::Write as _, path::Path, time::SystemTime};
 
 use ringsight_collector::snapshot::{
     Group, Operation, Part, Place, Process, VerdictView, take, verdicts as said,
 };
 use ringsight_dump::{Format, Moment};
+use ringsight_output::{Destination, Error, Printable};
 use ringsight_probes::{look, process, target};
 use ringsight_records::Function;
 use serde_json::{Value, json};
 use tracing::error;
 
-use super::{Exit, connections, print, verdicts};
+use super::{Exit, connections, print, print_json, verdicts};
 
 /// Runs the command.
 pub(crate) fn run(pids: &[u32], json: bool, dump: Option<&Path>, dump_json: Option<&Path>) -> Exit {
@@ -30,6 +31,12 @@ pub(crate) fn run(pids: &[u32], json: bool, dump: Option<&Path>, dump_json: Opti
         return exit;
     }
     let now = process::now_ns();
+    if let (Some(dump), Some(dump_json)) = (dump, dump_json)
+        && let Err(error) = differ(dump, dump_json)
+    {
+        error!("{error}");
+        return Exit::Error;
+    }
     for (prefix, format) in [(dump, Format::Pickle), (dump_json, Format::Json)] {
         if let Some(prefix) = prefix
             && let Err(error) = write_dumps(&processes, prefix, format, now)
@@ -39,12 +46,12 @@ pub(crate) fn run(pids: &[u32], json: bool, dump: Option<&Path>, dump_json: Opti
         }
     }
     let (groups, said) = (take(&processes, now), said(&processes, now));
-    let text = if json {
-        format!("{:#}\n", to_json(&processes, &groups, &said))
+    let printed = if json {
+        print_json(&to_json(&processes, &groups, &said))
     } else {
-        to_text(&processes, &groups, &said)
+        print(&to_text(&processes, &groups, &said))
     };
-    match print(&text) {
+    match printed {
         Exit::Success => exit,
         failed => failed,
     }
@@ -71,6 +78,24 @@ fn read(pid: u32) -> Result<Process, String> {
     })
 }
 
+/// Refuses prefixes by which the second dump of a rank would replace the first.
+fn differ(dump: &Path, dump_json: &Path) -> Result<(), String> {
+    let first = |prefix| Destination::resolve(ringsight_dump::path(prefix, 0));
+    // A folder that is missing is made later, and then both spell it alike.
+    let is_same = match (first(dump), first(dump_json)) {
+        (Ok(one), Ok(two)) => one.is_same(&two),
+        _ => dump == dump_json,
+    };
+    if is_same {
+        return Err(format!(
+            "--dump {} and --dump-json {} are one file: name two",
+            dump.display(),
+            dump_json.display()
+        ));
+    }
+    Ok(())
+}
+
 /// Who a rank is.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum Who {
@@ -81,7 +106,7 @@ enum Who {
 }
 
 /// A dump for each rank of the communicator with the most ranks, which is taken for the job.
-fn write_dumps(processes: &[Process], prefix: &Path, format: Format, now: u64) -> io::Result<()> {
+fn write_dumps(processes: &[Process], prefix: &Path, format: Format, now: u64) -> Result<(), Error> {
     let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let moment = Moment {
         monotonic_ns: now,
@@ -179,7 +204,7 @@ fn to_text(processes: &[Process], groups: &[Group], said: &[VerdictView]) -> Str
         let title = if group.name.is_empty() {
             format!("{:016x}", group.id)
         } else {
-            format!("{:016x} ({})", group.id, group.name)
+            format!("{:016x} ({})", group.id, Printable::from(&*group.name))
         };
         let _ = writeln!(
             text,
@@ -276,4 +301,28 @@ fn to_json(processes: &[Process], groups: &[Group], said: &[VerdictView]) -> Val
         "communicators": groups.iter().map(group).collect::<Vec<_>>(),
         "verdicts": said.iter().map(verdicts::to_json).collect::<Vec<_>>(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_dumps_go_to_two_files() {
+        let folder = tempfile::tempdir().unwrap();
+        let prefix = |name: &str| folder.path().join(name);
+        for other in [
+            prefix("rank_"),
+            prefix("../")
+                .join(folder.path().file_name().unwrap())
+                .join("rank_"),
+        ] {
+            let error = differ(&prefix("rank_"), &other).unwrap_err();
+            assert!(error.contains("are one file"), "{error}");
+        }
+        differ(&prefix("rank_"), &prefix("json_")).unwrap();
+        let missing = |name: &str| prefix("missing").join(name);
+        differ(&missing("rank_"), &missing("rank_")).unwrap_err();
+        differ(&missing("rank_"), &missing("json_")).unwrap();
+    }
 }

@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 
 use ringsight_collector::snapshot::{HeldUp, Proxy, VerdictView};
+use ringsight_output::Printable;
 use ringsight_records::{Function, verdicts::Nic};
 use serde_json::{Value, json};
 
@@ -94,7 +95,7 @@ pub(super) fn write(text: &mut String, verdicts: &[VerdictView]) {
                 text,
                 "  rank {}'s end is on {}, port {}, queue pair {}",
                 verdict.culprit,
-                nic.device(),
+                Printable::from(nic.device()),
                 nic.port,
                 nic.queue_pair
             );

@@ -56,11 +56,11 @@ impl Exporter for Slow {
 fn slow(limit: usize, lost: u64) -> (Worker, Sender<()>) {
     let (go_on, may_go_on) = channel();
     let worker = Worker::start("a slow disk", limit, PATIENCE, move || {
-        Ok(Slow {
+        Ok(Box::new(Slow {
             may_go_on,
             stats: ExportStats::default(),
             lost,
-        })
+        }))
     });
     (worker.unwrap(), go_on)
 }
@@ -164,7 +164,7 @@ fn operations_that_did_not_fit_are_told_at_the_end() {
 
 #[test]
 fn what_cannot_be_opened_is_told() {
-    let start = |patience, open: fn() -> Result<Slow, String>| {
+    let start = |patience, open: fn() -> Result<Box<dyn Exporter>, String>| {
         Worker::start("page p.html", QUEUE_BYTES, patience, open)
             .err()
             .unwrap()
@@ -205,7 +205,7 @@ fn a_pipe_that_is_read_gets_all_and_one_that_is_not_holds_up_nobody() {
     let open = || {
         let pipe = pipe.clone();
         Worker::start("the pipe", QUEUE_BYTES, PATIENCE, move || {
-            JsonlExporter::append(pipe)
+            Ok(Box::new(JsonlExporter::append(pipe)?))
         })
         .unwrap()
     };
