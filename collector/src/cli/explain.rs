@@ -1,17 +1,20 @@
 //! `ringsight explain`: which algorithm a library takes for an operation, and why not another.
 
+mod search;
+
 use std::{
-    os::{fd::AsRawFd as _, unix::fs::MetadataExt as _},
+    fs::File,
+    io,
     path::{Path, PathBuf},
 };
 
 use clap::{Args, ValueEnum};
-use ringsight_collector::explain::{Explained, Operation, Seen, Table, Terms, of_process, of_spans};
+use ringsight_collector::explain::{Done, Explained, Operation, Question, Terms, ask, of_process, of_spans};
 use ringsight_probes::{look, target};
 use ringsight_records::{DataType, Function, Protocol, ReduceOp, pages::APART_BYTES};
 use tracing::error;
 
-use super::{Exit, print};
+use super::{Exit, print, print_json};
 
 /// What is to be explained.
 #[derive(Args, Debug)]
@@ -142,7 +145,8 @@ impl ExplainArguments {
 /// Runs the command.
 pub(crate) fn run(arguments: &ExplainArguments) -> Exit {
     match explain(arguments) {
-        Ok(text) => print(&text),
+        Ok(all) if arguments.json => print_json(&all.iter().map(Explained::json).collect::<Vec<_>>().into()),
+        Ok(all) => print(&all.iter().map(Explained::text).collect::<Vec<_>>().join("\n")),
         Err(error) => {
             error!("{error}");
             Exit::Error
@@ -150,33 +154,39 @@ pub(crate) fn run(arguments: &ExplainArguments) -> Exit {
     }
 }
 
-fn explain(arguments: &ExplainArguments) -> Result<String, String> {
-    let (table, seen) = match (arguments.pid, &arguments.spans) {
-        (Some(pid), _) => of_pid(pid, arguments.library.as_deref())?,
+fn explain(arguments: &ExplainArguments) -> Result<Vec<Explained>, String> {
+    let library = arguments.library.as_deref();
+    let (library, seen) = match (arguments.pid, &arguments.spans) {
+        (Some(pid), _) => {
+            let looked = look(pid).map_err(|error| error.to_string())?;
+            let seen = of_process(&looked.communicators, &looked.operations);
+            let library = match library {
+                Some(_) => Library::named(library)?,
+                None => Library::of_process(pid)?,
+            };
+            (library, seen)
+        }
         (None, Some(file)) => {
             let text = std::fs::read_to_string(file)
                 .map_err(|error| format!("cannot read {}: {error}", file.display()))?;
             let seen = of_spans(&text).map_err(|error| format!("{}: {error}", file.display()))?;
-            (named(arguments.library.as_deref())?, seen)
+            (Library::named(library)?, seen)
         }
         (None, None) => {
             let (operation, terms) = (arguments.operation(), arguments.terms()?);
-            let rows =
-                named(arguments.library.as_deref())?.explain(&operation, &terms, Some(arguments.window))?;
-            let explained = Explained {
+            let asked = Asked {
                 operation,
                 terms,
                 done: None,
-                rows,
+                in_window: Some(arguments.window),
             };
-            return Ok(written(&[explained], arguments.json));
+            return Library::named(library)?.explain(vec![asked]);
         }
     };
     if seen.is_empty() {
         return Err("no operation is described there".to_owned());
     }
-    let mut all = Vec::new();
-    for ((operation, terms, done), times) in seen {
+    let asked = seen.into_iter().map(|((operation, terms, done), times)| {
         let is_by_engines = done.protocol == Protocol::Ce;
         // Of a communicator that is gone, or of a record that does not have them: those of the options.
         let terms = match terms {
@@ -188,70 +198,81 @@ fn explain(arguments: &ExplainArguments) -> Result<String, String> {
                 Terms { zero_cta, ..told }
             }
         };
-        all.push(Explained {
+        Ok(Asked {
             operation,
             terms,
             done: Some((done, times)),
             // Of what went otherwise nothing says whether it was in a window, but the user may.
-            rows: table.explain(
-                &operation,
-                &terms,
-                (is_by_engines || arguments.window).then_some(true),
-            )?,
+            in_window: (is_by_engines || arguments.window).then_some(true),
+        })
+    });
+    library.explain(asked.collect::<Result<_, String>>()?)
+}
+
+/// An operation that the library is asked about.
+struct Asked {
+    operation: Operation,
+    terms: Terms,
+    done: Option<(Done, u64)>,
+    in_window: Option<bool>,
+}
+
+/// A library, whoever wrote it: only a process without rights runs its code.
+struct Library {
+    file: File,
+    path: PathBuf,
+}
+
+impl Library {
+    /// The library that the user names; without one, that of the system.
+    fn named(library: Option<&Path>) -> Result<Self, String> {
+        let name = library.unwrap_or(Path::new("libnccl.so.2"));
+        let path = match search::library(name) {
+            Some(path) => path,
+            None if library.is_some() => return Err(format!("{}: there is no such library", name.display())),
+            None => {
+                return Err(format!(
+                    "the system has no {}: name the library with --library",
+                    name.display()
+                ));
+            }
+        };
+        let opened = path.metadata().and_then(|about| {
+            if about.is_file() {
+                File::open(&path)
+            } else {
+                Err(io::Error::other("it is not a regular file"))
+            }
         });
+        match opened {
+            Ok(file) => Ok(Self { file, path }),
+            Err(error) => Err(format!("{}: {error}", path.display())),
+        }
     }
-    Ok(written(&all, arguments.json))
-}
 
-fn written(all: &[Explained], json: bool) -> String {
-    if json {
-        let values: Vec<_> = all.iter().map(Explained::json).collect();
-        format!("{:#}\n", serde_json::Value::from(values))
-    } else {
-        all.iter().map(Explained::text).collect::<Vec<_>>().join("\n")
+    /// What a process has mapped, whatever its path means here.
+    fn of_process(pid: u32) -> Result<Self, String> {
+        let found = target::find(pid).map_err(|error| error.to_string())?;
+        Ok(Self {
+            file: found.file,
+            path: found.path,
+        })
     }
-}
 
-/// The library that the user names.
-fn named(library: Option<&Path>) -> Result<Table, String> {
-    let file = library.unwrap_or(Path::new("libnccl.so.2"));
-    // SAFETY: the user's choice, as with any program that they start.
-    unsafe { Table::load(file) }.map_err(|error| match library {
-        Some(_) => error,
-        None => format!("{error}; name the library with --library"),
-    })
-}
-
-/// The operations that a process describes, and its library's table.
-fn of_pid(pid: u32, library: Option<&Path>) -> Result<(Table, Seen), String> {
-    let looked = look(pid).map_err(|error| error.to_string())?;
-    let seen = of_process(&looked.communicators, &looked.operations);
-    if let Some(file) = library {
-        return Ok((named(Some(file))?, seen));
+    fn explain(self, all: Vec<Asked>) -> Result<Vec<Explained>, String> {
+        let questions = all
+            .iter()
+            .map(|asked| Question::new(&asked.operation, &asked.terms, asked.in_window))
+            .collect::<Result<Vec<_>, String>>()?;
+        let rows = ask(self.file, &questions).map_err(|error| format!("{}: {error}", self.path.display()))?;
+        let explained = all.into_iter().zip(rows).map(|(asked, rows)| Explained {
+            operation: asked.operation,
+            terms: asked.terms,
+            done: asked.done,
+            rows,
+        });
+        Ok(explained.collect())
     }
-    let found = target::find(pid).map_err(|error| error.to_string())?;
-    let about = found.file.metadata().map_err(|error| error.to_string())?;
-    // SAFETY: asks for a number.
-    let own = unsafe { libc::geteuid() };
-    if !trusts(own, about.uid(), about.mode()) {
-        return Err(format!(
-            "{} could have been changed by others than user {own}, so it is not loaded: name a library that you trust with \
-             --library",
-            found.path.display()
-        ));
-    }
-    // What the process has mapped, whatever its path means here.
-    let file = PathBuf::from(format!("/proc/self/fd/{}", found.file.as_raw_fd()));
-    // SAFETY: only the user, or the superuser, can have put anything into it.
-    let table = unsafe { Table::load(&file) }
-        .map_err(|error| error.replace(&file.display().to_string(), &found.path.display().to_string()))?;
-    Ok((table, seen))
-}
-
-/// Whether a file may be loaded by user `own`: nobody else but the superuser may write to it.
-fn trusts(own: u32, owner: u32, mode: u32) -> bool {
-    const OTHERS_MAY_WRITE: u32 = 0o022;
-    (owner == own || owner == 0) && mode & OTHERS_MAY_WRITE == 0
 }
 
 #[cfg(test)]
@@ -268,15 +289,5 @@ mod tests {
             assert!(bytes(wrong).is_err(), "{wrong}");
         }
         assert!(function("allreduce").unwrap_err().contains("all_reduce"));
-    }
-
-    #[test]
-    fn a_library_that_others_can_change_is_not_loaded() {
-        assert!(trusts(1000, 1000, 0o100_755) && trusts(1000, 0, 0o100_644) && trusts(0, 0, 0o100_644));
-        assert!(
-            !trusts(0, 1000, 0o100_755),
-            "a user's file, and the superuser is to run it"
-        );
-        assert!(!trusts(1000, 1000, 0o100_775) && !trusts(1000, 0, 0o100_666));
     }
 }

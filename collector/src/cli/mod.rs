@@ -76,6 +76,9 @@ enum Command {
     },
     /// Tell which algorithm a library takes for an operation, and why not another
     Explain(Box<explain::ExplainArguments>),
+    /// Load the library on standard input in this process, which gives up all rights before. For `explain` alone
+    #[command(name = ringsight_collector::explain::COMMAND, hide = true)]
+    ExplainLibrary,
     /// Write a completion script for a shell to standard output
     Completions {
         /// Shell
@@ -86,6 +89,11 @@ enum Command {
 /// Runs the command that the arguments name.
 pub(crate) fn main() -> ExitCode {
     let command = Arguments::parse().command;
+    if matches!(command, Command::ExplainLibrary) {
+        // Before anything is opened or started in this process.
+        ringsight_collector::explain::answer();
+        return Exit::Success.into();
+    }
     let quiet = matches!(&command, Command::Attach(arguments) if arguments.quiet);
     if let Err(problem) = log::init(quiet) {
         // There is no log to say it in.
@@ -102,6 +110,7 @@ pub(crate) fn main() -> ExitCode {
             dump,
             dump_json,
         } => snapshot::run(&pids, json, dump.as_deref(), dump_json.as_deref()),
+        Command::ExplainLibrary => unreachable!("it has been run above"),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Arguments::command(), "ringsight", &mut script);

@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use ringsight_output::Printable;
 use ringsight_records::Protocol;
 use serde_json::{Value, json};
 
@@ -57,10 +58,15 @@ impl Explained {
         }
         let apart = self.terms.apart();
         if !apart.is_empty() {
-            let _ = writeln!(text, "    ranks do not reach each other's memory: {apart}");
+            let _ = writeln!(
+                text,
+                "    ranks do not reach each other's memory: {}",
+                Printable::from(apart)
+            );
         }
         for row in &self.rows {
             let name = format!("{}/{}", row.algorithm, row.protocol);
+            let name = Printable::from(&*name);
             match row.chosen {
                 Some(channels) => {
                     let s = if channels == 1 { "" } else { "s" };
@@ -68,7 +74,11 @@ impl Explained {
                 }
                 None if row.reason.contains("other operations") => {}
                 None => {
-                    let _ = writeln!(text, "    {name:<20} not taken: {}", row.reason);
+                    let _ = writeln!(
+                        text,
+                        "    {name:<20} not taken: {}",
+                        Printable::from(&*row.reason)
+                    );
                 }
             }
         }

@@ -1,15 +1,19 @@
 //! Which algorithm a library takes for an operation, and why not another: `ringsight explain`.
 //!
-//! The table belongs to the library, which tells of it through `ringsightExplain` of ringsight.h ([`Table`]). Here are the operations
-//! that it is asked about: of a running process or of recorded spans ([`Seen`]), or of nobody.
+//! The table belongs to the library, which tells of it through `ringsightExplain` of ringsight.h. The library's code is run by a process
+//! that has nothing to lose ([`ask`]). Here are the operations that it is asked about: of a running process or of recorded spans
+//! ([`Seen`]), or of nobody.
 
+mod ask;
 mod explained;
+mod sandbox;
 mod seen;
 mod table;
 
+pub use ask::{COMMAND, answer, ask};
 pub use explained::Explained;
 pub use seen::{Seen, of_process, of_spans};
-pub use table::{Row, Table};
+pub use table::{Question, Row};
 
 use std::fmt;
 
