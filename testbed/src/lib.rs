@@ -8,12 +8,12 @@
 //! | module | owns |
 //! |---|---|
 //! | [`process`] | child processes that end with their parent |
-//! | [`random`], [`stats`] | seeded numbers; medians, quantiles, means |
+//! | `random`, `stats` | seeded numbers; medians, quantiles, means |
 //! | [`workspace`] | paths of the workspace, and its builds |
 //! | [`machine`] | the cache of tools, Debian's packages, rights |
 //! | [`backend`] | Jaeger as a child, and HTTP to it |
-//! | [`nccl`] | the library, loaded and called through its C ABI |
-//! | [`ranks`] | ranks as child processes that answer line by line |
+//! | `nccl` | the library, loaded and called through its C ABI |
+//! | `ranks` | ranks as child processes that answer line by line |
 //! | [`vm`] | guests: virtual machines that run a program |
 //! | [`demo`] | a training job, its ground truth, and the judge of its traces |
 //! | [`faults`] | fault injection, what is promised of each fault, and the score |
@@ -26,10 +26,10 @@ pub mod demo;
 pub mod faults;
 pub mod gpu;
 pub mod machine;
-pub mod nccl;
+mod nccl;
 pub mod process;
-pub mod random;
-pub mod ranks;
-pub mod stats;
+mod random;
+mod ranks;
+mod stats;
 pub mod vm;
 pub mod workspace;

@@ -65,10 +65,7 @@ pub fn output(command: &mut Command) -> Result<String> {
 }
 
 /// Sends both outputs of `command` to a new file.
-///
-/// # Errors
-/// The file cannot be created.
-pub fn log_to(command: &mut Command, file: &Path) -> Result<()> {
+pub(crate) fn log_to(command: &mut Command, file: &Path) -> Result<()> {
     let file = fs::File::create(file)?.into_file();
     command.stdout(file.try_clone()?).stderr(file);
     Ok(())
@@ -196,10 +193,7 @@ impl Guarded {
     }
 
     /// Waits until `is_so`, at most `limit`.
-    ///
-    /// # Errors
-    /// If the process ends before, or the time is over.
-    pub fn wait_until(&mut self, limit: Duration, mut is_so: impl FnMut() -> bool) -> Result<()> {
+    pub(crate) fn wait_until(&mut self, limit: Duration, mut is_so: impl FnMut() -> bool) -> Result<()> {
         let end = Instant::now() + limit;
         while !is_so() {
             if let Some(status) = self.child.try_wait()? {

@@ -23,7 +23,7 @@ const ID: &str = "id ";
 
 /// Where a rank writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Pipe {
+pub(crate) enum Pipe {
     /// Standard output; the library's log goes there, too.
     Output,
     /// Standard error.
@@ -32,7 +32,7 @@ pub enum Pipe {
 
 /// What a job hears of a rank.
 #[derive(Debug)]
-pub enum Heard {
+pub(crate) enum Heard {
     /// The rank wrote a line.
     Line {
         /// Where.
@@ -47,17 +47,14 @@ pub enum Heard {
 }
 
 /// The processes of a job. They end with it.
-pub struct Ranks {
+pub(crate) struct Ranks {
     processes: Vec<Guarded>,
     heard: Receiver<(usize, Heard)>,
 }
 
 impl Ranks {
     /// Starts a process for each command; the name stands in messages.
-    ///
-    /// # Errors
-    /// If one cannot be started.
-    pub fn start(commands: impl IntoIterator<Item = (String, Command)>) -> Result<Self> {
+    pub(crate) fn start(commands: impl IntoIterator<Item = (String, Command)>) -> Result<Self> {
         let (sender, heard) = mpsc::channel();
         let start = |(index, (name, mut command)): (usize, (String, Command))| {
             command
@@ -81,33 +78,27 @@ impl Ranks {
     }
 
     /// Processes, in the order of their commands.
-    pub fn processes(&mut self) -> &mut [Guarded] {
+    pub(crate) fn processes(&mut self) -> &mut [Guarded] {
         &mut self.processes
     }
 
     /// How many processes there are.
-    #[must_use]
-    pub fn count(&self) -> usize {
+    pub(crate) fn count(&self) -> usize {
         self.processes.len()
     }
 
     /// Process ids, in the order of the commands.
-    #[must_use]
-    pub fn pids(&self) -> Vec<u32> {
+    pub(crate) fn pids(&self) -> Vec<u32> {
         self.processes.iter().map(Guarded::pid).collect()
     }
 
     /// What processes are heard to say, with their places among the commands.
-    #[must_use]
-    pub fn heard(&self) -> &Receiver<(usize, Heard)> {
+    pub(crate) fn heard(&self) -> &Receiver<(usize, Heard)> {
         &self.heard
     }
 
     /// Sends a line to a process.
-    ///
-    /// # Errors
-    /// If the process has closed its standard input.
-    pub fn tell(&mut self, index: usize, line: &str) -> io::Result<()> {
+    pub(crate) fn tell(&mut self, index: usize, line: &str) -> io::Result<()> {
         match self.processes[index].child().stdin.as_mut() {
             Some(input) => writeln!(input, "{line}").and_then(|()| input.flush()),
             None => Err(io::ErrorKind::BrokenPipe.into()),
@@ -115,14 +106,14 @@ impl Ranks {
     }
 
     /// Sends a line to all processes; one that has ended misses it.
-    pub fn tell_all(&mut self, line: &str) {
+    pub(crate) fn tell_all(&mut self, line: &str) {
         for index in 0..self.count() {
             let _ = self.tell(index, line);
         }
     }
 
     /// Passes the unique id on to the other processes, if it is in this line of the first one; whether it is.
-    pub fn pass_id_on(&mut self, index: usize, line: &str) -> bool {
+    pub(crate) fn pass_id_on(&mut self, index: usize, line: &str) -> bool {
         let is_id = index == 0 && line.starts_with(ID);
         if is_id {
             for other in 1..self.count() {
@@ -146,8 +137,7 @@ fn listen(from: impl Read + Send + 'static, (index, pipe): (usize, Pipe), sender
 }
 
 /// `CLOCK_MONOTONIC`, nanoseconds: processes of a machine share it.
-#[must_use]
-pub fn monotonic_ns() -> u64 {
+pub(crate) fn monotonic_ns() -> u64 {
     let mut time = libc::timespec {
         tv_sec: 0,
         tv_nsec: 0,
@@ -158,20 +148,14 @@ pub fn monotonic_ns() -> u64 {
 }
 
 /// In a rank: prints a line for the job.
-///
-/// # Errors
-/// If nobody reads any more.
-pub fn say(line: &str) -> Result<()> {
+pub(crate) fn say(line: &str) -> Result<()> {
     let mut output = io::stdout().lock();
     writeln!(output, "{line}")?;
     Ok(output.flush()?)
 }
 
 /// In a rank: waits for a line of the job that begins with `expected`; returns the rest of it.
-///
-/// # Errors
-/// If another line comes, or the job has ended.
-pub fn read_line(expected: &str) -> Result<String> {
+pub(crate) fn read_line(expected: &str) -> Result<String> {
     let mut line = String::new();
     io::stdin().lock().read_line(&mut line)?;
     match line.trim_end().strip_prefix(expected) {
@@ -182,10 +166,7 @@ pub fn read_line(expected: &str) -> Result<String> {
 }
 
 /// In a rank: the unique id of the job, which rank 0 (`is_root`) makes and the others read.
-///
-/// # Errors
-/// The library's, or as [`read_line`].
-pub fn unique_id(nccl: &Nccl, is_root: bool) -> Result<UniqueId> {
+pub(crate) fn unique_id(nccl: &Nccl, is_root: bool) -> Result<UniqueId> {
     if is_root {
         let id = nccl.unique_id()?;
         say(&format!("{ID}{}", hex::encode(id.0)))?;

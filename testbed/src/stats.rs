@@ -1,8 +1,7 @@
 //! Medians, quantiles and means of measurements.
 
 /// The middle of `values`; of two in the middle, their mean.
-#[must_use]
-pub fn median(mut values: Vec<f64>) -> Option<f64> {
+pub(crate) fn median(mut values: Vec<f64>) -> Option<f64> {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;
     match values.len() {
@@ -13,15 +12,13 @@ pub fn median(mut values: Vec<f64>) -> Option<f64> {
 }
 
 /// The least of sorted values that `part` of them does not exceed.
-#[must_use]
-pub fn quantile(sorted: &[f64], part: f64) -> Option<f64> {
+pub(crate) fn quantile(sorted: &[f64], part: f64) -> Option<f64> {
     let rank = (sorted.len() as f64 * part).ceil() as usize;
     sorted.get(rank.saturating_sub(1)).copied()
 }
 
 /// Mean of `values`, and its standard error.
-#[must_use]
-pub fn mean(values: &[f64]) -> (f64, f64) {
+pub(crate) fn mean(values: &[f64]) -> (f64, f64) {
     let count = values.len() as f64;
     let mean = values.iter().sum::<f64>() / count;
     let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
@@ -29,8 +26,7 @@ pub fn mean(values: &[f64]) -> (f64, f64) {
 }
 
 /// Geometric mean of ratios, and the standard error of its logarithm: half and twice are equally far from one.
-#[must_use]
-pub fn mean_ratio(ratios: &[f64]) -> (f64, f64) {
+pub(crate) fn mean_ratio(ratios: &[f64]) -> (f64, f64) {
     let logs: Vec<f64> = ratios.iter().map(|ratio| ratio.ln()).collect();
     let (log, error) = mean(&logs);
     (log.exp(), error)

@@ -91,10 +91,7 @@ pub fn build() -> Result<Artifacts> {
 }
 
 /// As [`build`] without the collector, which alone needs the eBPF toolchain.
-///
-/// # Errors
-/// If the build fails.
-pub fn build_job() -> Result<Artifacts> {
+pub(crate) fn build_job() -> Result<Artifacts> {
     compile(&["ringsight-comm", "xtask"])?;
     locate(&["libringsight_comm.so", "xtask"])
 }

@@ -29,9 +29,6 @@ enum Name {
 }
 
 /// Starts the backend and waits for its end (or Ctrl-C).
-///
-/// # Errors
-/// If it cannot be built or started.
 pub fn run(options: &Options) -> Result<ExitCode> {
     let Name::Jaeger = options.backend;
     let program = setup::jaeger()?;

@@ -38,9 +38,6 @@ const CRITERION: [(&str, &str); 3] = [
 const LIVE_SECONDS: u32 = 10;
 
 /// Runs the benchmarks.
-///
-/// # Errors
-/// If one cannot be built or run.
 pub fn run(options: &Options) -> Result<ExitCode> {
     let wanted = |name: &str| options.name.as_deref().is_none_or(|part| name.contains(part));
     let mut rows = Vec::new();

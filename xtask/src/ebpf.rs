@@ -126,9 +126,6 @@ pub fn run(options: &Options) -> Result<ExitCode> {
 }
 
 /// Builds the programs of every architecture and compares them with the committed objects.
-///
-/// # Errors
-/// If the toolchain cannot be had, the programs do not compile, or a committed object cannot be read.
 pub fn check() -> Result<Comparison> {
     let toolchain = Toolchain::find()?;
     let folder = root().join(OBJECTS);

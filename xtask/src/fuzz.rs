@@ -61,9 +61,6 @@ impl Outcome {
 }
 
 /// Runs the fuzzers.
-///
-/// # Errors
-/// If they cannot be built, or one of them finds something.
 pub fn run(options: &Options) -> Result<ExitCode> {
     let targets = targets(options.target.as_deref())?;
     let fuzzer = setup::cargo_fuzz()?;

@@ -26,9 +26,6 @@ pub enum Command {
 }
 
 /// Runs it.
-///
-/// # Errors
-/// What could not be built.
 pub fn run(command: &Command) -> Result<()> {
     match command {
         Command::Bundle(options) => make(options).map(drop),
@@ -53,9 +50,6 @@ pub struct Options {
 const MARK: &str = "run.sh";
 
 /// Makes the bundle; returns its folder.
-///
-/// # Errors
-/// What is missing or does not compile, a folder that is no bundle, a bundle that is too large.
 fn make(options: &Options) -> Result<PathBuf> {
     let out = match &options.out {
         Some(out) => out.clone(),

@@ -80,9 +80,6 @@ pub fn ebpf_tools() -> Result<EbpfTools> {
 }
 
 /// As [`ebpf_tools`].
-///
-/// # Errors
-/// As there.
 pub fn ebpf_toolchain() -> Result<()> {
     ebpf_tools().map(drop)
 }
@@ -140,9 +137,6 @@ pub fn nvidia_headers() -> Result<PathBuf> {
 }
 
 /// Installs cargo-fuzz into the cache, once.
-///
-/// # Errors
-/// If it cannot be compiled.
 pub fn cargo_fuzz() -> Result<PathBuf> {
     let program = cache()?.join("bin/cargo-fuzz");
     let version = || process::output(Command::new(&program).arg("--version")).ok();
@@ -400,9 +394,6 @@ fn install_bpf_linker(compiler: &Compiler) -> Result<()> {
 }
 
 /// Installs what the build can use, then builds collector, library and workers with optimisation.
-///
-/// # Errors
-/// If the build fails.
 pub fn build() -> Result<Artifacts> {
     optional("nvcc", nvcc());
     workspace::build()

@@ -11,11 +11,11 @@ use super::{
     truth::{Configuration, Truth},
 };
 
-pub use super::report::{Expectation, Report};
+pub(crate) use super::report::Expectation;
+pub use super::report::Report;
 
 /// Compares. Every difference becomes a line in [`Report::problems`].
-#[must_use]
-pub fn check(truths: &[Truth], summary: &Summary, expectation: &Expectation<'_>) -> Report {
+pub(crate) fn check(truths: &[Truth], summary: &Summary, expectation: &Expectation<'_>) -> Report {
     let first = truths.first().cloned().unwrap_or_default();
     let mut report = Report {
         ranks: truths.len() as u32,
@@ -58,8 +58,7 @@ pub fn check(truths: &[Truth], summary: &Summary, expectation: &Expectation<'_>)
 }
 
 /// What is wrong with the training alone.
-#[must_use]
-pub fn training_problems(truths: &[Truth], configuration: &Configuration) -> Vec<String> {
+pub(crate) fn training_problems(truths: &[Truth], configuration: &Configuration) -> Vec<String> {
     let mut problems = Problems::default();
     check_training(truths, configuration, &mut problems);
     problems.lines

@@ -106,10 +106,7 @@ impl Collector {
     }
 
     /// As [`Self::finish`], with all that the summary says.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn finish_raw(&mut self, limit: Duration) -> Result<serde_json::Value> {
+    pub(crate) fn finish_raw(&mut self, limit: Duration) -> Result<serde_json::Value> {
         let status = match self.process.wait(limit) {
             Ok(status) => status,
             Err(error) => {

@@ -7,7 +7,7 @@ use fs_err as fs;
 use ringsight_records::{Kind, pages};
 
 /// The mapped first page.
-pub struct Counters {
+pub(crate) struct Counters {
     header: *const pages::Header,
 }
 
@@ -15,8 +15,7 @@ const PAGE: usize = 4096;
 
 impl Counters {
     /// Finds and maps this process's pages; `None` if its library has none (another NCCL).
-    #[must_use]
-    pub fn open() -> Option<Self> {
+    pub(crate) fn open() -> Option<Self> {
         let path = fs::read_dir("/proc/self/fd")
             .ok()?
             .flatten()
@@ -59,8 +58,7 @@ impl Counters {
     }
 
     /// Events by kind since the pages were made.
-    #[must_use]
-    pub fn emitted(&self) -> BTreeMap<String, u64> {
+    pub(crate) fn emitted(&self) -> BTreeMap<String, u64> {
         let count = |kind: &Kind| self.header().emitted[*kind as usize].load(Ordering::Relaxed);
         Kind::ALL
             .iter()
@@ -70,8 +68,7 @@ impl Counters {
     }
 
     /// Events that found the ring full.
-    #[must_use]
-    pub fn lost(&self) -> u64 {
+    pub(crate) fn lost(&self) -> u64 {
         self.header()
             .lost
             .iter()

@@ -208,10 +208,7 @@ impl Job {
 
     /// Milliseconds that a step takes, from now until `end`: one figure for each stretch of steps between two that rank
     /// 0 tells of.
-    ///
-    /// # Errors
-    /// As [`Job::wait_done`], or if rank 0 told of fewer than two steps.
-    pub fn paces_until(&mut self, end: Instant) -> Result<Vec<f64>> {
+    pub(crate) fn paces_until(&mut self, end: Instant) -> Result<Vec<f64>> {
         // What came before is not of this window.
         while self.line_until(Instant::now())?.is_some() {}
         let mut paces = Vec::new();

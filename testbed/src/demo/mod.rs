@@ -23,12 +23,12 @@ use fs_err as fs;
 
 pub mod check;
 pub mod collector;
-pub mod counters;
+mod counters;
 pub mod failover_trace;
 pub mod guest;
 pub mod job;
 mod lateness;
-pub mod model;
+mod model;
 mod report;
 #[cfg(test)]
 mod sample;
@@ -55,56 +55,56 @@ const OUTPUTS: [&str; 3] = ["trace.html", "trace.json", "trace.jsonl"];
 pub struct Arguments {
     /// Ranks, one process each.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(2..=64))]
-    pub ranks: u32,
+    ranks: u32,
     /// Nodes that the ranks pretend to be on.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
-    pub nodes: u32,
+    nodes: u32,
     /// Training steps.
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..=100_000))]
-    pub steps: u32,
+    steps: u32,
     /// Samples in each rank's part of a step's batch: how much a step computes.
     #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
-    pub batch: u32,
+    batch: u32,
     /// Seed of weights, samples and delays; by default another one each time.
     #[arg(long)]
-    pub seed: Option<u64>,
+    seed: Option<u64>,
     /// How many times a rank is late, each time in another step.
     #[arg(long, value_name = "N", default_value_t = 5)]
-    pub slow: u32,
+    slow: u32,
     /// Nobody is late on purpose.
     #[arg(long, conflicts_with = "slow")]
-    pub no_slow: bool,
+    no_slow: bool,
     /// How long a late rank sleeps, milliseconds: one number, or a range to draw from.
     #[arg(long, value_name = "MS[-MS]", default_value = "20-80", value_parser = parse_delay)]
-    pub delay: (u32, u32),
+    delay: (u32, u32),
     /// From which lag on the collector names a rank, milliseconds.
     #[arg(long, value_name = "MS", default_value_t = 10.0)]
-    pub lag_threshold: f64,
+    lag_threshold: f64,
     /// Compare what the collector found with what the ranks know; the last line is a report in JSON.
     #[arg(long)]
-    pub check: bool,
+    check: bool,
     /// Folder for the trace files [default: target/demo].
     #[arg(long, value_name = "DIR")]
-    pub out: Option<PathBuf>,
+    out: Option<PathBuf>,
     /// Also send the traces there, e.g. http://localhost:4317.
     #[arg(long, value_name = "URL")]
-    pub otlp: Option<String>,
+    otlp: Option<String>,
     /// How to speak OTLP.
     #[arg(long, value_name = "PROTOCOL", default_value = "grpc", value_parser = ["grpc", "http/protobuf"])]
-    pub otlp_protocol: String,
+    otlp_protocol: String,
     /// Read the shared ring alone, without eBPF.
     #[arg(long)]
-    pub no_ebpf: bool,
+    no_ebpf: bool,
     /// Run the job alone, without a collector.
     #[arg(long, conflicts_with_all = ["check", "otlp", "no_ebpf"])]
-    pub unwatched: bool,
+    unwatched: bool,
     /// In a guest: two ranks on two nodes over RDMA, where a port goes down in the middle of an all_reduce and comes back. Of the
     /// other options --out, --check and --otlp (the backend's port for OTLP over HTTP) are taken.
     #[arg(long, conflicts_with_all = ["no_ebpf", "unwatched", "no_slow", "keep"])]
-    pub vm: bool,
+    vm: bool,
     /// Keep the ranks' own accounts and the collector's summary beside the trace files.
     #[arg(long)]
-    pub keep: bool,
+    keep: bool,
 }
 
 fn parse_delay(text: &str) -> Result<(u32, u32), String> {

@@ -3,29 +3,27 @@
 use crate::random::Random;
 
 /// Width of each layer, input first.
-pub const WIDTHS: [usize; 4] = [2, 48, 48, 1];
+pub(crate) const WIDTHS: [usize; 4] = [2, 48, 48, 1];
 /// Layers with parameters.
-pub const LAYERS: usize = WIDTHS.len() - 1;
+pub(crate) const LAYERS: usize = WIDTHS.len() - 1;
 
 /// Parameters of layer `layer`: its weights row by row (one row an output), then its biases.
-#[must_use]
-pub const fn parameters(layer: usize) -> usize {
+pub(crate) const fn parameters(layer: usize) -> usize {
     (WIDTHS[layer] + 1) * WIDTHS[layer + 1]
 }
 
 /// Points of two half-moons and which moon each is on (0 or 1).
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Samples {
+pub(crate) struct Samples {
     /// `x0, y0, x1, y1, …`.
-    pub points: Vec<f32>,
+    pub(crate) points: Vec<f32>,
     /// One number a point.
-    pub labels: Vec<f32>,
+    pub(crate) labels: Vec<f32>,
 }
 
 impl Samples {
     /// Draws `count` points with noise.
-    #[must_use]
-    pub fn draw(random: &mut Random, count: usize) -> Self {
+    pub(crate) fn draw(random: &mut Random, count: usize) -> Self {
         let mut samples = Self::default();
         for i in 0..count {
             let angle = std::f32::consts::PI * random.unit();
@@ -44,11 +42,10 @@ impl Samples {
 }
 
 /// Parameters of each layer.
-pub type Weights = [Vec<f32>; LAYERS];
+pub(crate) type Weights = [Vec<f32>; LAYERS];
 
 /// Small random weights, zero biases.
-#[must_use]
-pub fn initial(random: &mut Random) -> Weights {
+pub(crate) fn initial(random: &mut Random) -> Weights {
     std::array::from_fn(|layer| {
         let (inputs, outputs) = (WIDTHS[layer], WIDTHS[layer + 1]);
         let scale = (6.0 / (inputs + outputs) as f32).sqrt();
@@ -62,13 +59,12 @@ pub fn initial(random: &mut Random) -> Weights {
 
 /// What the forward pass keeps for the backward pass: the output of each layer, the samples' points first, row by row.
 #[derive(Debug)]
-pub struct Activations {
+pub(crate) struct Activations {
     outputs: Vec<Vec<f32>>,
 }
 
 /// Runs the model; the last layer's outputs are logits.
-#[must_use]
-pub fn forward(weights: &Weights, points: &[f32]) -> Activations {
+pub(crate) fn forward(weights: &Weights, points: &[f32]) -> Activations {
     let rows = points.len() / WIDTHS[0];
     let mut outputs = vec![points.to_vec()];
     for (layer, parameters) in weights.iter().enumerate() {
@@ -89,14 +85,12 @@ pub fn forward(weights: &Weights, points: &[f32]) -> Activations {
 
 impl Activations {
     /// Logits, one a sample.
-    #[must_use]
-    pub fn logits(&self) -> &[f32] {
+    pub(crate) fn logits(&self) -> &[f32] {
         &self.outputs[LAYERS]
     }
 
     /// Mean logistic loss.
-    #[must_use]
-    pub fn loss(&self, labels: &[f32]) -> f32 {
+    pub(crate) fn loss(&self, labels: &[f32]) -> f32 {
         let sum: f32 = self
             .logits()
             .iter()
@@ -110,10 +104,7 @@ impl Activations {
 
 /// Runs the backward pass, last layer first. `done(layer, gradient)` is called as soon as a layer's gradient of the mean
 /// loss is known, so that it can be sent while earlier layers are still worked on.
-///
-/// # Errors
-/// The first of `done`.
-pub fn backward<E>(
+pub(crate) fn backward<E>(
     weights: &Weights,
     activations: &Activations,
     labels: &[f32],

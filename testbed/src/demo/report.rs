@@ -8,15 +8,15 @@ use super::{summary::Culprit, truth::Configuration};
 
 /// What the run was to be.
 #[derive(Clone, Copy, Debug)]
-pub struct Expectation<'a> {
+pub(crate) struct Expectation<'a> {
     /// The job.
-    pub configuration: &'a Configuration,
+    pub(crate) configuration: &'a Configuration,
     /// From which lag on a rank is to be named, nanoseconds.
-    pub threshold_ns: u64,
+    pub(crate) threshold_ns: u64,
     /// Files that the collector was to write.
-    pub outputs: &'a [PathBuf],
+    pub(crate) outputs: &'a [PathBuf],
     /// Whether it was to send to a backend as well.
-    pub otlp: bool,
+    pub(crate) otlp: bool,
 }
 
 /// What came of the check; the demo's last line.
@@ -25,79 +25,79 @@ pub struct Report {
     /// Whether there was no problem.
     pub ok: bool,
     /// Ranks.
-    pub ranks: u32,
+    pub(crate) ranks: u32,
     /// Collectives that each rank took part in.
-    pub collectives: usize,
+    pub(crate) collectives: usize,
     /// Messages between ranks.
-    pub messages: usize,
+    pub(crate) messages: usize,
     /// Spans by kind.
-    pub spans: BTreeMap<String, u64>,
+    pub(crate) spans: BTreeMap<String, u64>,
     /// Events received by kind.
-    pub events: BTreeMap<String, u64>,
+    pub(crate) events: BTreeMap<String, u64>,
     /// Events lost.
-    pub lost: u64,
+    pub(crate) lost: u64,
     /// Intended delays.
-    pub delays: usize,
+    pub(crate) delays: usize,
     /// Intended delays that made nobody late beyond the threshold, by the ranks' own clocks: they drowned in what else
     /// the machine did, and no verdict is expected of them.
-    pub drowned: Vec<Drowned>,
+    pub(crate) drowned: Vec<Drowned>,
     /// Collectives at which the collector's verdict is right by the starts that it shows, but another than by the ranks' own clocks: the
     /// machine held ranks up between their notes and their parts.
-    pub held_up: Vec<HeldUp>,
+    pub(crate) held_up: Vec<HeldUp>,
     /// Collectives at which, by the ranks' own clocks, a rank was late beyond the threshold though it did not sleep.
-    pub really_late: usize,
+    pub(crate) really_late: usize,
     /// Operations at which a rank was late beyond the threshold, by the ranks' own clocks.
-    pub culprits_expected: usize,
+    pub(crate) culprits_expected: usize,
     /// Operations at which the collector named one.
-    pub culprits_named: usize,
+    pub(crate) culprits_named: usize,
     /// The largest difference between a lag named and the same lag by the ranks' own clocks, where ranks were not held up.
-    pub worst_lag_error_ms: f64,
+    pub(crate) worst_lag_error_ms: f64,
     /// The furthest that an API call's time lies outside what the rank itself noted around the call.
-    pub worst_clock_error_us: f64,
+    pub(crate) worst_clock_error_us: f64,
     /// What attaching took.
-    pub attach_ms: f64,
+    pub(crate) attach_ms: f64,
     /// What letting go of the waiting ranks took, before the run; at its end they are gone, and nothing is let go of.
-    pub detach_ms: Option<f64>,
+    pub(crate) detach_ms: Option<f64>,
     /// Probe hits for each operation of a rank: the ring takes what has room there.
-    pub probe_hits_per_op: f64,
+    pub(crate) probe_hits_per_op: f64,
     /// First and last mean loss.
-    pub loss: Vec<f32>,
+    pub(crate) loss: Vec<f32>,
     /// Last accuracy on the validation samples.
-    pub accuracy: f32,
+    pub(crate) accuracy: f32,
     /// From gate to last step, milliseconds, slowest rank.
-    pub loop_ms: f64,
+    pub(crate) loop_ms: f64,
     /// Files written.
-    pub outputs: Vec<String>,
+    pub(crate) outputs: Vec<String>,
     /// What is wrong; empty if `ok`.
     pub problems: Vec<String>,
 }
 
 /// An intended delay that made nobody late.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Drowned {
+pub(crate) struct Drowned {
     /// Collective, counted from 0.
-    pub collective: usize,
+    pub(crate) collective: usize,
     /// Step.
-    pub step: u32,
+    pub(crate) step: u32,
     /// Rank that slept.
-    pub rank: u32,
+    pub(crate) rank: u32,
     /// For how long, milliseconds.
-    pub slept_ms: u32,
+    pub(crate) slept_ms: u32,
     /// By how much it arrived after the others' median nevertheless, milliseconds; negative if before.
-    pub lag_ms: f64,
+    pub(crate) lag_ms: f64,
     /// What kept it from being late.
-    pub why: String,
+    pub(crate) why: String,
 }
 
 /// A verdict that would be another by the ranks' notes alone.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct HeldUp {
+pub(crate) struct HeldUp {
     /// Collective, counted from 0.
-    pub collective: usize,
+    pub(crate) collective: usize,
     /// Whom the collector named.
-    pub named: Option<Culprit>,
+    pub(crate) named: Option<Culprit>,
     /// Who was last by the notes.
-    pub noted: Culprit,
+    pub(crate) noted: Culprit,
 }
 
 impl Report {

@@ -24,10 +24,8 @@ pub struct Summary {
     pub missed: u64,
     /// Operations that had not ended.
     pub unfinished: u64,
-    /// From attached to let go, seconds.
-    pub duration_s: f64,
     /// What attaching took.
-    pub attach_ms: f64,
+    pub(crate) attach_ms: f64,
     /// What letting go took.
     pub detach_ms: f64,
     /// Hits of probes.
@@ -43,7 +41,7 @@ pub struct Events {
     /// That the collector got.
     pub received: u64,
     /// That the library counted meanwhile.
-    pub emitted: u64,
+    pub(crate) emitted: u64,
     /// That are known to be lost.
     pub lost: u64,
     /// Of the time between an earlier collector and this one, that neither saw.
@@ -61,7 +59,7 @@ pub struct Operation {
     /// Sequence in its communicator or pair.
     pub sequence: u64,
     /// Replay, 0 if eager.
-    pub replay: u32,
+    pub(crate) replay: u32,
     /// Message bytes.
     pub bytes: u64,
     /// `false` if events of it were lost.
@@ -82,7 +80,7 @@ pub struct Culprit {
     /// Rank.
     pub rank: u32,
     /// Arrival minus the others' median, nanoseconds.
-    pub lag_ns: u64,
+    pub(crate) lag_ns: u64,
 }
 
 /// One rank's part. Times are Unix nanoseconds.
@@ -93,32 +91,31 @@ pub struct RankPart {
     /// Process.
     pub pid: u32,
     /// API call entered.
-    pub api_start_ns: u64,
+    pub(crate) api_start_ns: u64,
     /// Began on the device.
-    pub device_start_ns: u64,
+    pub(crate) device_start_ns: u64,
     /// Finished on the device.
-    pub device_end_ns: u64,
+    pub(crate) device_end_ns: u64,
 }
 
 /// All operations of one name.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Row {
+pub(crate) struct Row {
     /// Name.
-    pub name: String,
+    pub(crate) name: String,
     /// How many.
-    pub count: usize,
+    pub(crate) count: usize,
     /// Sum of their bytes.
-    pub bytes: u64,
+    pub(crate) bytes: u64,
     /// Median from first arrival to last end.
-    pub median_ms: f64,
+    pub(crate) median_ms: f64,
     /// The longest.
-    pub longest_ms: f64,
+    pub(crate) longest_ms: f64,
 }
 
 impl Operation {
     /// From the first rank's arrival to the last rank's end, nanoseconds.
-    #[must_use]
-    pub fn duration_ns(&self) -> u64 {
+    pub(crate) fn duration_ns(&self) -> u64 {
         let start = self
             .by_rank
             .iter()
@@ -149,8 +146,7 @@ impl Summary {
     }
 
     /// A row for each name, in alphabetical order.
-    #[must_use]
-    pub fn by_name(&self) -> Vec<Row> {
+    pub(crate) fn by_name(&self) -> Vec<Row> {
         let mut names: BTreeMap<&str, (Vec<u64>, u64)> = BTreeMap::new();
         for operation in &self.operations {
             let row = names.entry(&operation.name).or_default();

@@ -8,31 +8,31 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Truth {
     /// Rank.
-    pub rank: u32,
+    pub(crate) rank: u32,
     /// Process.
-    pub pid: u32,
+    pub(crate) pid: u32,
     /// Node name (`NCCL_HOSTID`).
-    pub host: String,
+    pub(crate) host: String,
     /// Collectives in the order in which they were called.
     pub collectives: Vec<Collective>,
     /// Messages sent, in order.
     pub sent: Vec<Message>,
     /// Messages received, in order.
-    pub received: Vec<Message>,
+    pub(crate) received: Vec<Message>,
     /// The library's own count of events by kind when the loop was about to begin.
-    pub events_at_gate: BTreeMap<String, u64>,
+    pub(crate) events_at_gate: BTreeMap<String, u64>,
     /// The same after the communicator was destroyed.
-    pub events: BTreeMap<String, u64>,
+    pub(crate) events: BTreeMap<String, u64>,
     /// The library's own count of events that found its ring full, all kinds.
-    pub ring_lost: u64,
+    pub(crate) ring_lost: u64,
     /// Mean loss over all ranks after each step.
-    pub loss: Vec<f32>,
+    pub(crate) loss: Vec<f32>,
     /// Accuracy on all validation points at each evaluation.
-    pub accuracy: Vec<f32>,
+    pub(crate) accuracy: Vec<f32>,
     /// FNV-1a of the final weights' bits, in hexadecimal.
-    pub weights: String,
+    pub(crate) weights: String,
     /// From the opened gate to the last step's end.
-    pub loop_ns: u64,
+    pub(crate) loop_ns: u64,
 }
 
 /// One collective on one rank.
@@ -41,32 +41,32 @@ pub struct Collective {
     /// Name, as spans have it.
     pub name: String,
     /// Step of the training loop; 0 before the first.
-    pub step: u32,
+    pub(crate) step: u32,
     /// Message bytes by nccl-tests' definition.
-    pub bytes: u64,
+    pub(crate) bytes: u64,
     /// The note of [`Self::arrived_ns`] was about to be put on the stream.
-    pub queued_ns: u64,
+    pub(crate) queued_ns: u64,
     /// The call was about to be made.
-    pub called_ns: u64,
+    pub(crate) called_ns: u64,
     /// The call had returned.
-    pub returned_ns: u64,
+    pub(crate) returned_ns: u64,
     /// The stream had got there: noted by a host function put on the stream right before the collective.
-    pub arrived_ns: u64,
+    pub(crate) arrived_ns: u64,
     /// The stream had gone past it: noted in the same way right behind the collective.
-    pub left_ns: u64,
+    pub(crate) left_ns: u64,
     /// How long this rank slept right before the call, on purpose.
-    pub slept_ms: u32,
+    pub(crate) slept_ms: u32,
 }
 
 /// One message.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Message {
     /// The other rank.
-    pub peer: u32,
+    pub(crate) peer: u32,
     /// Bytes.
-    pub bytes: u64,
+    pub(crate) bytes: u64,
     /// The group's first call was about to be made.
-    pub called_ns: u64,
+    pub(crate) called_ns: u64,
 }
 
 /// What a worker is to do. Every rank gets the same.

@@ -26,9 +26,6 @@ pub(super) struct Call {
 
 impl Call {
     /// For one of `ranks` ranks.
-    ///
-    /// # Errors
-    /// The device's, where there is no memory.
     pub(super) fn new(
         communicator: &Communicator<'_>,
         operation: Operation,
@@ -63,9 +60,6 @@ impl Call {
     }
 
     /// A broadcast in place: its root is done before the others are.
-    ///
-    /// # Errors
-    /// As [`Call::new`].
     pub(super) fn broadcast(
         communicator: &Communicator<'_>,
         elements: usize,
@@ -76,9 +70,6 @@ impl Call {
     }
 
     /// Messages around the ring of all ranks.
-    ///
-    /// # Errors
-    /// As [`Call::new`].
     pub(super) fn exchange(
         communicator: &Communicator<'_>,
         elements: usize,

@@ -90,7 +90,7 @@ pub(super) enum RankKind {
 /// What tells the watchdog how far operations are: `RINGSIGHT_WATCHDOG_SOURCE`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Source {
+pub(super) enum Source {
     /// The kernels, in memory.
     Pages,
     /// Events before and behind them.
@@ -99,7 +99,6 @@ pub enum Source {
 
 impl Source {
     /// As the variable has it.
-    #[must_use]
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Pages => "pages",
@@ -158,7 +157,6 @@ impl Case {
     }
 
     /// Why there is no such cell.
-    #[must_use]
     pub(super) fn impossible(&self, device: DeviceKind) -> Option<&'static str> {
         use Fault::{Crossed, Frozen, Killed, Left, Replay, ReplayQueued, Stopped, Stuck, Traced, TwoGraphs};
         match (self.fault, self.ranks, self.mode) {
@@ -225,7 +223,6 @@ pub(super) enum Action {
 
 impl Action {
     /// As the variable has it.
-    #[must_use]
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Report => "report",
@@ -237,7 +234,6 @@ impl Action {
 
 impl Round {
     /// The round `number` of a case with a seed, on ranks that run on such devices.
-    #[must_use]
     pub(super) fn draw(case: &Case, device: DeviceKind, seed: u64, number: u32) -> Self {
         // By its name: a case is drawn alike whichever others are run.
         let name = fnv1a(case.to_string().bytes());
@@ -318,7 +314,6 @@ impl Round {
     }
 
     /// Whether all ranks abort at the end, since the operation can never end.
-    #[must_use]
     pub(super) fn ends_in_aborts(&self) -> bool {
         use Fault::{Aborted, Count, Crossed, Killed, Order, Stuck, Withheld};
         matches!(
@@ -328,7 +323,6 @@ impl Round {
     }
 
     /// The node of a rank: ranks are dealt in blocks.
-    #[must_use]
     pub(super) fn node(&self, rank: u32) -> u32 {
         rank * self.nodes / self.ranks
     }
@@ -339,25 +333,21 @@ impl Round {
     }
 
     /// The rank that leaves before the others are done: the root of a broadcast, which goes from rank to rank.
-    #[must_use]
     pub(super) fn leaver(&self) -> Option<u32> {
         (self.fault == Fault::Left).then_some((self.victim + self.ranks - 1) % self.ranks)
     }
 
     /// Whether that rank aborts the communicator: where no network has to bring what it has sent.
-    #[must_use]
     pub(super) fn leaver_aborts(&self) -> bool {
         self.fault == Fault::Left && self.nodes == 1 && self.elements.is_multiple_of(2)
     }
 
     /// The two that wait for each other: the victim and the rank behind it.
-    #[must_use]
     pub(super) fn crossing(&self) -> Option<[u32; 2]> {
         (self.fault == Fault::Crossed).then_some([self.victim, (self.victim + 1) % self.ranks])
     }
 
     /// The one of the two that a rank waits for, if it is the other.
-    #[must_use]
     pub(super) fn crossed_with(&self, rank: u32) -> Option<u32> {
         match self.crossing()? {
             [first, second] if rank == first => Some(second),
@@ -367,25 +357,21 @@ impl Round {
     }
 
     /// Whether both have also called what the other one waits for, behind what they wait in.
-    #[must_use]
     pub(super) fn enqueues_both(&self) -> bool {
         self.fault == Fault::Crossed && self.elements.is_multiple_of(2)
     }
 
     /// Whether the victim calls when all others have: who is wrong can be said only once most have called.
-    #[must_use]
     pub(super) fn victim_calls_last(&self) -> bool {
         matches!(self.fault, Fault::Count | Fault::Order)
     }
 
     /// The rank that the victim's kernel waits for when it is stopped.
-    #[must_use]
     pub(super) fn comes_last(&self) -> Option<u32> {
         (self.fault == Fault::Frozen).then_some((self.victim + self.ranks - 1) % self.ranks)
     }
 
     /// From which rank it receives when the ranks wait for each other; whoever receives nothing is in a collective of all.
-    #[must_use]
     pub(super) fn receives_from(&self, rank: u32) -> Option<u32> {
         let [first, second] = self.crossing()?;
         // A message against a message, or against the collective.

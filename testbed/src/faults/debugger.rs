@@ -17,17 +17,11 @@ pub(super) struct Debugger(Dialogue);
 
 impl Debugger {
     /// Starts one, which holds nothing yet.
-    ///
-    /// # Errors
-    /// The system's.
     pub(super) fn start(xtask: &Path) -> Result<Self> {
         Dialogue::start("the debugger", Command::new(xtask).arg("fault-debugger")).map(Self)
     }
 
     /// Lets it hold a process; returns when it does.
-    ///
-    /// # Errors
-    /// It cannot.
     pub(super) fn hold(&mut self, process: u32) -> Result<()> {
         let answer = self.0.ask(&process.to_string())?;
         ensure!(
@@ -38,9 +32,6 @@ impl Debugger {
     }
 
     /// Lets the process go on.
-    ///
-    /// # Errors
-    /// It does not say that it has.
     pub(super) fn let_go(self) -> Result<()> {
         self.0.end(LIMIT)
     }

@@ -15,7 +15,6 @@ pub(super) const LASTS: Duration = Duration::from_millis(600);
 
 impl Round {
     /// Whether something is expected of a rank.
-    #[must_use]
     pub(super) fn expects_of(&self, by: By, rank: u32) -> bool {
         let is = match by {
             By::All => true,
@@ -26,7 +25,6 @@ impl Round {
     }
 
     /// What each rank must say of the victim and become.
-    #[must_use]
     pub(super) fn expectation(&self) -> Expectation {
         let verdict = |cause, class| {
             vec![Promise {
@@ -169,7 +167,6 @@ pub(super) struct Promise {
 
 impl Promise {
     /// What it begins with.
-    #[must_use]
     pub(super) fn begins(&self) -> String {
         format!("{} ({}): ", self.cause, self.class)
     }
@@ -197,7 +194,6 @@ pub(super) struct Expectation {
 
 impl Expectation {
     /// The time by which everything has been said.
-    #[must_use]
     pub(super) fn within(&self) -> Duration {
         let verdicts = self.promises.iter().map(|verdict| verdict.within);
         let failure = self.failure.iter().map(|failure| failure.within);

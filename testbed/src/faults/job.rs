@@ -127,9 +127,6 @@ impl Job {
 }
 
 /// Runs a round.
-///
-/// # Errors
-/// If it cannot be begun, or a rank does not even come to the fault.
 pub(super) fn run(round: &Round, kind: RankKind, folder: &Path, setup: &Setup) -> Result<Observed> {
     fs::create_dir_all(folder)?;
     let file: PathBuf = folder.join("round.json");

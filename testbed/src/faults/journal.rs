@@ -64,9 +64,6 @@ pub(super) struct Journal(File);
 
 impl Journal {
     /// Opens the file of a round, which all its ranks append to.
-    ///
-    /// # Errors
-    /// The system's.
     pub(super) fn open(path: &Path) -> Result<Self> {
         OpenOptions::new()
             .create(true)
@@ -77,9 +74,6 @@ impl Journal {
     }
 
     /// Notes what happens on a rank now; on the disk before this returns, whatever becomes of the process.
-    ///
-    /// # Errors
-    /// The system's.
     pub(super) fn note(&self, rank: u32, what: What) -> Result<()> {
         let ns = monotonic_ns();
         // One write: lines of several ranks do not mix.

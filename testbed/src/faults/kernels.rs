@@ -26,9 +26,6 @@ const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Waits until the kernel that has been launched on a stream waits for another rank, or has not come to that in so long that the other rank has come.
 /// `thread` gets the number of the stream's thread when the stream comes to the kernel.
-///
-/// # Errors
-/// There is no such thread, or nothing is known of it.
 pub(super) fn await_kernel(thread: &AtomicI32) -> Result<()> {
     let pause = || thread::sleep(Duration::from_millis(1));
     let thread = loop {
@@ -60,9 +57,6 @@ fn sleeps(thread: i32) -> Result<u64> {
 }
 
 /// Lets the threads that run kernels do nothing any more, once in a process.
-///
-/// # Errors
-/// Where there is none, or it cannot be told to.
 pub(super) fn hold() -> Result<()> {
     // SAFETY: the handler calls nothing but what it may.
     unsafe { libc::signal(libc::SIGUSR1, wait as *const () as libc::sighandler_t) };

@@ -68,41 +68,41 @@ const SOAKED: &str = "10";
 pub struct Arguments {
     /// Rounds of each case [default: 1; with --full 20].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
-    pub rounds: Option<u32>,
+    rounds: Option<u32>,
     /// Seed of everything that is drawn; by default another one each time.
     #[arg(long)]
-    pub seed: Option<u64>,
+    seed: Option<u64>,
     /// Only cases whose name contains this: FAULT/process|thread/eager|graph/pages|events.
     #[arg(long, value_name = "FILTER")]
-    pub case: Option<String>,
+    case: Option<String>,
     /// Only cases in which the watchdog knows by this how far operations are; with --soak pages, unless said.
     #[arg(long, value_enum)]
-    pub source: Option<Source>,
+    source: Option<Source>,
     /// The whole matrix.
     #[arg(long)]
-    pub full: bool,
+    full: bool,
     /// JSON lines, one a case: cases found there with this seed and as many rounds are not run again, others are added.
     #[arg(long, value_name = "FILE")]
-    pub resume: Option<PathBuf>,
+    resume: Option<PathBuf>,
     /// Fail if a goal is missed.
     #[arg(long)]
-    pub check: bool,
+    check: bool,
     /// Rounds at a time.
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
-    pub jobs: u32,
+    jobs: u32,
     /// Instead of the matrix: so many minutes in which ranks are slow and pause, and no verdict may be false.
     #[arg(long, value_name = "MINUTES", num_args = 0..=1, default_missing_value = SOAKED,
         conflicts_with_all = ["rounds", "case", "full", "resume"])]
-    pub soak: Option<f64>,
+    soak: Option<f64>,
     /// Folder with `libnccl.so.2`, where nothing can be built; the ranks are this program.
     #[arg(long, value_name = "DIR")]
-    pub library: Option<PathBuf>,
+    library: Option<PathBuf>,
     /// What the ranks run on: the library's host device, or GPUs, which ranks beyond their number share.
     #[arg(long, value_enum, default_value_t)]
-    pub device: DeviceKind,
+    device: DeviceKind,
     /// Only list the cases.
     #[arg(long)]
-    pub list: bool,
+    list: bool,
 }
 
 /// Runs the faults.

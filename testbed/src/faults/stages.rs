@@ -48,9 +48,6 @@ impl Stages {
 
     /// Waits until all ranks of the process have made and uploaded their graphs, this one's with the streams of `on`: either waits for the kernels of ranks that share the
     /// GPU, and these would wait for this one's replay.
-    ///
-    /// # Errors
-    /// The device's.
     pub(super) fn have_graphs(&self, on: &[&Communicator<'_>]) -> Result<()> {
         on.iter()
             .try_for_each(|communicator| communicator.synchronise())?;

@@ -32,7 +32,6 @@ pub(super) struct Tally {
 }
 
 impl Tally {
-    #[must_use]
     pub(super) fn of(case: String, seed: u64, promised: Duration, scores: &[Score]) -> Self {
         let count = |is: fn(&Score) -> bool| scores.iter().filter(|score| is(score)).count() as u32;
         let mut latencies: Vec<f64> = scores.iter().filter_map(|score| score.latency_ms).collect();
@@ -118,7 +117,6 @@ pub(super) struct Report {
 const RIGHT: f64 = 0.99;
 
 impl Report {
-    #[must_use]
     pub(super) fn of(seed: u64, tallies: &[Tally], impossible: Vec<String>) -> Self {
         let total = |of: fn(&Tally) -> u32| tallies.iter().map(of).sum::<u32>();
         let (rounds, repeated) = (total(|tally| tally.rounds), total(|tally| tally.repeated));

@@ -105,10 +105,7 @@ pub fn make_whole(folder: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Resu
 }
 
 /// Takes a network device up or down, as `ip link set` does, within microseconds of the call.
-///
-/// # Errors
-/// As the kernel says: no such device, no right.
-pub fn set_link(name: &str, up: bool) -> io::Result<()> {
+pub(crate) fn set_link(name: &str, up: bool) -> io::Result<()> {
     let socket = std::net::UdpSocket::bind("127.0.0.1:0")?;
     // SAFETY: plain data; zero is a value of each field.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };

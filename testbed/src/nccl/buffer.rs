@@ -7,7 +7,7 @@ use anyhow::Result;
 use super::device::Device;
 
 /// Memory that operations work on while the host goes on: reached through raw pointers only while they are in flight.
-pub struct Buffer {
+pub(crate) struct Buffer {
     memory: *mut f32,
     elements: usize,
     device: Arc<dyn Device>,
@@ -32,19 +32,12 @@ impl Buffer {
     }
 
     /// Elements.
-    #[must_use]
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.elements
     }
 
-    /// Whether it has no elements.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.elements == 0
-    }
-
     /// Its content. No operation on it may be in flight: call [`super::Communicator::synchronise`] first.
-    pub fn get(&mut self) -> &mut [f32] {
+    pub(crate) fn get(&mut self) -> &mut [f32] {
         // SAFETY: so many elements, zeroed at first, and ours; the exclusive borrow keeps other safe code away.
         unsafe { std::slice::from_raw_parts_mut(self.memory, self.elements) }
     }

@@ -26,7 +26,6 @@ functions! {
     cuStreamCreate: fn(*mut Stream, c_uint);
     cuStreamDestroy_v2: fn(Stream);
     cuStreamSynchronize: fn(Stream);
-    cuStreamQuery: fn(Stream);
     cuStreamBeginCapture_v2: fn(Stream, c_int);
     cuStreamEndCapture: fn(Stream, *mut *mut c_void);
     cuGraphInstantiateWithFlags: fn(*mut GraphInstance, *mut c_void, c_ulonglong);
@@ -39,8 +38,6 @@ functions! {
     cuGetErrorName: fn(c_int, *mut *const c_char);
 }
 
-/// `CUDA_ERROR_NOT_READY`.
-const NOT_READY: c_int = 600;
 /// `CU_STREAM_NON_BLOCKING`.
 const NON_BLOCKING: c_uint = 1;
 /// `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`.
@@ -147,16 +144,6 @@ impl Device for CudaDevice {
     fn synchronise(&self, stream: Stream) -> Result<()> {
         // SAFETY: a live stream.
         unsafe { call!(self.cuStreamSynchronize(stream)) }
-    }
-
-    fn is_pending(&self, stream: Stream) -> Result<bool> {
-        // SAFETY: a live stream.
-        let result = unsafe { (self.functions.cuStreamQuery)(stream) };
-        if result == NOT_READY {
-            return Ok(true);
-        }
-        self.check("cuStreamQuery", result)?;
-        Ok(false)
     }
 
     unsafe fn call(&self, stream: Stream, function: HostFunction, argument: *mut c_void) -> Result<()> {

@@ -16,7 +16,7 @@ pub(super) type HostFunction = unsafe extern "C" fn(*mut c_void);
 /// Which devices operations run on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Kind {
+pub(crate) enum Kind {
     /// The library's host device: CPU memory, streams of its own.
     #[default]
     Host,
@@ -26,8 +26,7 @@ pub enum Kind {
 
 impl Kind {
     /// The value of `RINGSIGHT_DEVICE`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Host => "host",
             Self::Cuda => "cuda",
@@ -45,8 +44,6 @@ pub(super) trait Device: Send + Sync {
     fn end(&self, stream: Stream) -> Result<()>;
     /// Waits for everything on a stream.
     fn synchronise(&self, stream: Stream) -> Result<()>;
-    /// Whether there is work on a stream that is not done.
-    fn is_pending(&self, stream: Stream) -> Result<bool>;
     /// Has a stream run `function(argument)` when it gets there.
     ///
     /// # Safety

@@ -6,10 +6,7 @@ use super::{Communicator, IN_PROGRESS};
 
 impl Communicator<'_> {
     /// `ncclCommGetAsyncError`, and what the library says of it.
-    ///
-    /// # Errors
-    /// The library's refusal of the call itself.
-    pub fn state(&self) -> Result<(i32, String)> {
+    pub(crate) fn state(&self) -> Result<(i32, String)> {
         let mut code = 0;
         // SAFETY: a live communicator and a valid place.
         let result = unsafe { (self.nccl.functions.ncclCommGetAsyncError)(self.comm, &raw mut code) };
@@ -21,29 +18,15 @@ impl Communicator<'_> {
         Ok((code, text))
     }
 
-    /// Whether there is work on the stream that is not done.
-    ///
-    /// # Errors
-    /// The device's.
-    pub fn is_pending(&self) -> Result<bool> {
-        self.nccl.device.is_pending(self.stream)
-    }
-
     /// `ncclSimulateKernelTimeout`.
-    ///
-    /// # Errors
-    /// The library's.
-    pub fn simulate_kernel_timeout(&self) -> Result<()> {
+    pub(crate) fn simulate_kernel_timeout(&self) -> Result<()> {
         // SAFETY: a live communicator.
         let result = unsafe { (self.nccl.functions.ncclSimulateKernelTimeout)(self.comm) };
         self.nccl.check("ncclSimulateKernelTimeout", result, self.comm)
     }
 
     /// `ncclCommAbort`; then waits for what is left on the stream, and ends it.
-    ///
-    /// # Errors
-    /// The library's.
-    pub fn abort(self) -> Result<()> {
+    pub(crate) fn abort(self) -> Result<()> {
         // SAFETY: a live communicator, used no more.
         let result = unsafe { (self.nccl.functions.ncclCommAbort)(self.comm) };
         self.nccl.check("ncclCommAbort", result, std::ptr::null_mut())?;

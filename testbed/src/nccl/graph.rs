@@ -6,14 +6,11 @@ use super::{Communicator, device::GraphInstance};
 
 /// An instance of a captured graph; give it back by [`Communicator::forget`].
 #[derive(Debug)]
-pub struct Graph(GraphInstance);
+pub(crate) struct Graph(GraphInstance);
 
 impl Communicator<'_> {
     /// What `calls` puts on the stream, as a graph.
-    ///
-    /// # Errors
-    /// The device's, or those of `calls`.
-    pub fn capture(&self, calls: impl FnOnce() -> Result<()>) -> Result<Graph> {
+    pub(crate) fn capture(&self, calls: impl FnOnce() -> Result<()>) -> Result<Graph> {
         let device = &self.nccl.device;
         device.begin_capture(self.stream)?;
         let called = calls();
@@ -24,27 +21,18 @@ impl Communicator<'_> {
     }
 
     /// Replays a graph on the stream.
-    ///
-    /// # Errors
-    /// The device's.
-    pub fn replay(&self, graph: &Graph) -> Result<()> {
+    pub(crate) fn replay(&self, graph: &Graph) -> Result<()> {
         self.nccl.device.replay(graph.0, self.stream)
     }
 
     /// Gives a graph back.
-    ///
-    /// # Errors
-    /// The device's.
     #[expect(clippy::needless_pass_by_value, reason = "it is used no more")]
-    pub fn forget(&self, graph: Graph) -> Result<()> {
+    pub(crate) fn forget(&self, graph: Graph) -> Result<()> {
         self.nccl.device.forget(graph.0)
     }
 
     /// Runs `calls` with the communicator on another stream.
-    ///
-    /// # Errors
-    /// The device's, or those of `calls`.
-    pub fn beside<T>(&self, calls: impl FnOnce(&Self) -> Result<T>) -> Result<T> {
+    pub(crate) fn beside<T>(&self, calls: impl FnOnce(&Self) -> Result<T>) -> Result<T> {
         let beside = Self {
             nccl: self.nccl,
             comm: self.comm,

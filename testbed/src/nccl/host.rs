@@ -12,7 +12,7 @@ use anyhow::{Context as _, Result, bail};
 use libloading::Library;
 
 use super::{
-    IN_PROGRESS, LastError,
+    LastError,
     device::{Device, GraphInstance, HostFunction, Stream},
     functions,
 };
@@ -22,7 +22,6 @@ functions! {
     ringsightStreamCreate: fn(*mut Stream);
     ringsightStreamDestroy: fn(Stream);
     ringsightStreamSynchronize: fn(Stream);
-    ringsightStreamQuery: fn(Stream);
     ringsightStreamBeginCapture: fn(Stream);
     ringsightStreamEndCapture: fn(Stream, *mut *mut c_void);
     ringsightGraphInstantiate: fn(*mut GraphInstance, *mut c_void);
@@ -102,16 +101,6 @@ impl Device for HostDevice {
     fn synchronise(&self, stream: Stream) -> Result<()> {
         // SAFETY: a live stream.
         unsafe { call!(self.ringsightStreamSynchronize(stream)) }
-    }
-
-    fn is_pending(&self, stream: Stream) -> Result<bool> {
-        // SAFETY: a live stream.
-        let result = unsafe { (self.functions.ringsightStreamQuery)(stream) };
-        if result == IN_PROGRESS {
-            return Ok(true);
-        }
-        self.check("ringsightStreamQuery", result)?;
-        Ok(false)
     }
 
     unsafe fn call(&self, stream: Stream, function: HostFunction, argument: *mut c_void) -> Result<()> {

@@ -24,16 +24,16 @@ mod faulty;
 mod graph;
 mod host;
 
-pub use buffer::Buffer;
-pub use device::Kind as DeviceKind;
-pub use graph::Graph;
+pub(crate) use buffer::Buffer;
+pub(crate) use device::Kind as DeviceKind;
+pub(crate) use graph::Graph;
 
 use device::{Device, HostFunction, Stream};
 
 /// `ncclUniqueId`: opaque bytes that rank 0 makes and hands to the others.
 #[derive(Clone, Copy)]
 #[repr(C)]
-pub struct UniqueId(pub [u8; 128]);
+pub(crate) struct UniqueId(pub(crate) [u8; 128]);
 
 type Comm = *mut c_void;
 
@@ -47,7 +47,7 @@ const FLOAT32: c_int = 7;
 /// `ncclRedOp_t`: what the demo reduces with.
 #[derive(Clone, Copy, Debug)]
 #[repr(i32)]
-pub enum Reduce {
+pub(crate) enum Reduce {
     /// `ncclSum`.
     Sum = 0,
     /// `ncclAvg`.
@@ -107,7 +107,6 @@ impl LastError {
 }
 
 functions! {
-    ncclGetVersion: fn(*mut c_int);
     ncclGetUniqueId: fn(*mut UniqueId);
     ncclCommInitRank: fn(*mut Comm, c_int, UniqueId, c_int);
     ncclCommSplit: fn(Comm, c_int, c_int, *mut Comm, *mut c_void);
@@ -126,7 +125,7 @@ functions! {
 }
 
 /// The opened library.
-pub struct Nccl {
+pub(crate) struct Nccl {
     functions: Functions,
     last_error: LastError,
     device: Arc<dyn Device>,
@@ -137,10 +136,7 @@ pub struct Nccl {
 impl Nccl {
     /// Opens the library `file`: a path, or a name that the loader looks up. Operations are to run on devices of `kind`, which
     /// the library itself is told by `RINGSIGHT_DEVICE`.
-    ///
-    /// # Errors
-    /// The loader's words, the entry point that is missing, or that of a driver.
-    pub fn open(file: &Path, kind: DeviceKind) -> Result<Self> {
+    pub(crate) fn open(file: &Path, kind: DeviceKind) -> Result<Self> {
         // SAFETY: the file is the library under test; its initialisers are the Rust runtime's.
         let library = unsafe { Library::new(file) }.with_context(|| format!("opening {}", file.display()))?;
         // SAFETY: it is an implementation of NCCL's ABI, and is kept beside the functions.
@@ -160,18 +156,12 @@ impl Nccl {
     }
 
     /// Sets the calling thread's device.
-    ///
-    /// # Errors
-    /// The device's.
-    pub fn set_device(&self, number: u32) -> Result<()> {
+    pub(crate) fn set_device(&self, number: u32) -> Result<()> {
         self.device.choose(number)
     }
 
     /// `elements` zeros that operations can work on.
-    ///
-    /// # Errors
-    /// The device's.
-    pub fn buffer(&self, elements: usize) -> Result<Buffer> {
+    pub(crate) fn buffer(&self, elements: usize) -> Result<Buffer> {
         Buffer::new(&self.device, elements)
     }
 
@@ -182,23 +172,8 @@ impl Nccl {
         bail!("{name} returned {result}: {}", self.last_error.text(comm))
     }
 
-    /// `ncclGetVersion`.
-    ///
-    /// # Errors
-    /// The library's.
-    pub fn version(&self) -> Result<i32> {
-        let mut version = 0;
-        // SAFETY: the pointer is valid for the call.
-        let result = unsafe { (self.functions.ncclGetVersion)(&raw mut version) };
-        self.check("ncclGetVersion", result, ptr::null_mut())?;
-        Ok(version)
-    }
-
     /// `ncclGetUniqueId`.
-    ///
-    /// # Errors
-    /// The library's.
-    pub fn unique_id(&self) -> Result<UniqueId> {
+    pub(crate) fn unique_id(&self) -> Result<UniqueId> {
         let mut id = UniqueId([0; 128]);
         // SAFETY: the pointer is valid for the call.
         let result = unsafe { (self.functions.ncclGetUniqueId)(&raw mut id) };
@@ -207,10 +182,7 @@ impl Nccl {
     }
 
     /// `ncclCommInitRank`, with a stream of its own.
-    ///
-    /// # Errors
-    /// The library's.
-    pub fn communicator(&self, ranks: u32, id: UniqueId, rank: u32) -> Result<Communicator<'_>> {
+    pub(crate) fn communicator(&self, ranks: u32, id: UniqueId, rank: u32) -> Result<Communicator<'_>> {
         let mut comm = ptr::null_mut();
         // SAFETY: the pointer is valid for the call; the id is passed by value, as the ABI says.
         let result =
@@ -225,7 +197,7 @@ impl Nccl {
 }
 
 /// A communicator and the stream that its operations run on.
-pub struct Communicator<'a> {
+pub(crate) struct Communicator<'a> {
     nccl: &'a Nccl,
     comm: Comm,
     stream: Stream,
@@ -237,19 +209,13 @@ impl Communicator<'_> {
     }
 
     /// `elements` zeros that its operations can work on.
-    ///
-    /// # Errors
-    /// The device's.
-    pub fn buffer(&self, elements: usize) -> Result<Buffer> {
+    pub(crate) fn buffer(&self, elements: usize) -> Result<Buffer> {
         self.nccl.buffer(elements)
     }
 
     /// `ncclCommSplit` with the parent's configuration, and a stream of its own: those of `members`, in their order, get a
     /// communicator, the others none. All ranks call it.
-    ///
-    /// # Errors
-    /// The library's.
-    pub fn split(&self, members: &[u32], rank: u32) -> Result<Option<Self>> {
+    pub(crate) fn split(&self, members: &[u32], rank: u32) -> Result<Option<Self>> {
         let key = members.iter().position(|member| *member == rank);
         let (color, key) = key.map_or((NO_COLOR, 0), |key| (0, key as c_int));
         let mut comm = ptr::null_mut();
@@ -268,10 +234,7 @@ impl Communicator<'_> {
     }
 
     /// `ncclAllReduce` in place.
-    ///
-    /// # Errors
-    /// The library's.
-    pub fn all_reduce(&self, buffer: &Buffer, reduce: Reduce) -> Result<()> {
+    pub(crate) fn all_reduce(&self, buffer: &Buffer, reduce: Reduce) -> Result<()> {
         let (data, count) = (buffer.pointer().cast(), buffer.len());
         let all_reduce = self.nccl.functions.ncclAllReduce;
         // SAFETY: the buffer has `count` elements and outlives the operation (the worker synchronises before it ends).
@@ -290,10 +253,7 @@ impl Communicator<'_> {
     }
 
     /// `ncclBroadcast` in place from rank `root`.
-    ///
-    /// # Errors
-    /// The library's.
-    pub fn broadcast(&self, buffer: &Buffer, root: u32) -> Result<()> {
+    pub(crate) fn broadcast(&self, buffer: &Buffer, root: u32) -> Result<()> {
         let (data, count) = (buffer.pointer().cast(), buffer.len());
         let broadcast = self.nccl.functions.ncclBroadcast;
         // SAFETY: as in `all_reduce`.
@@ -302,10 +262,7 @@ impl Communicator<'_> {
     }
 
     /// `ncclReduceScatter` with sum: `send` holds the ranks' parts one after the other.
-    ///
-    /// # Errors
-    /// The library's.
-    pub fn reduce_scatter(&self, send: &Buffer, receive: &Buffer) -> Result<()> {
+    pub(crate) fn reduce_scatter(&self, send: &Buffer, receive: &Buffer) -> Result<()> {
         let (from, to, count) = (send.pointer().cast(), receive.pointer().cast(), receive.len());
         let reduce_scatter = self.nccl.functions.ncclReduceScatter;
         // SAFETY: as in `all_reduce`; `send` has ranks * count elements.
@@ -324,10 +281,7 @@ impl Communicator<'_> {
     }
 
     /// `ncclAllGather`: `receive` gets the ranks' parts one after the other.
-    ///
-    /// # Errors
-    /// The library's.
-    pub fn all_gather(&self, send: &Buffer, receive: &Buffer) -> Result<()> {
+    pub(crate) fn all_gather(&self, send: &Buffer, receive: &Buffer) -> Result<()> {
         let (from, to, count) = (send.pointer().cast(), receive.pointer().cast(), send.len());
         let all_gather = self.nccl.functions.ncclAllGather;
         // SAFETY: as in `all_reduce`; `receive` has ranks * count elements.
@@ -336,10 +290,7 @@ impl Communicator<'_> {
     }
 
     /// Calls in one group.
-    ///
-    /// # Errors
-    /// The library's, or what the calls say.
-    pub fn group(&self, calls: impl FnOnce() -> Result<()>) -> Result<()> {
+    pub(crate) fn group(&self, calls: impl FnOnce() -> Result<()>) -> Result<()> {
         let f = &self.nccl.functions;
         // SAFETY: no arguments.
         let result = unsafe { (f.ncclGroupStart)() };
@@ -352,10 +303,7 @@ impl Communicator<'_> {
     }
 
     /// `ncclSend` to rank `to` and `ncclRecv` from rank `from` in one group.
-    ///
-    /// # Errors
-    /// The library's.
-    pub fn exchange(&self, send: &Buffer, to: u32, receive: &Buffer, from: u32) -> Result<()> {
+    pub(crate) fn exchange(&self, send: &Buffer, to: u32, receive: &Buffer, from: u32) -> Result<()> {
         self.group(|| {
             self.send(send, to)?;
             self.receive(receive, from)
@@ -363,21 +311,15 @@ impl Communicator<'_> {
     }
 
     /// `ncclRecv` from rank `from`.
-    ///
-    /// # Errors
-    /// The library's.
-    pub fn receive(&self, receive: &Buffer, from: u32) -> Result<()> {
+    pub(crate) fn receive(&self, receive: &Buffer, from: u32) -> Result<()> {
         self.receive_part(receive, 0..receive.len(), from)
     }
 
     /// The same into some elements of a buffer.
     ///
-    /// # Errors
-    /// The library's.
-    ///
     /// # Panics
     /// Where the buffer has no such elements.
-    pub fn receive_part(&self, receive: &Buffer, part: Range<usize>, from: u32) -> Result<()> {
+    pub(crate) fn receive_part(&self, receive: &Buffer, part: Range<usize>, from: u32) -> Result<()> {
         let recv = self.nccl.functions.ncclRecv;
         // SAFETY: as in `all_reduce`.
         let result = unsafe {
@@ -394,21 +336,15 @@ impl Communicator<'_> {
     }
 
     /// `ncclSend` to rank `to`.
-    ///
-    /// # Errors
-    /// The library's.
-    pub fn send(&self, send: &Buffer, to: u32) -> Result<()> {
+    pub(crate) fn send(&self, send: &Buffer, to: u32) -> Result<()> {
         self.send_part(send, 0..send.len(), to)
     }
 
     /// The same of some elements of a buffer.
     ///
-    /// # Errors
-    /// The library's.
-    ///
     /// # Panics
     /// Where the buffer has no such elements.
-    pub fn send_part(&self, send: &Buffer, part: Range<usize>, to: u32) -> Result<()> {
+    pub(crate) fn send_part(&self, send: &Buffer, part: Range<usize>, to: u32) -> Result<()> {
         let send_to = self.nccl.functions.ncclSend;
         // SAFETY: as in `all_reduce`.
         let result = unsafe {
@@ -426,29 +362,20 @@ impl Communicator<'_> {
 
     /// Has the stream run `function(argument)` when it gets there.
     ///
-    /// # Errors
-    /// The library's.
-    ///
     /// # Safety
     /// `argument` must be good for `function` until the stream has been synchronised.
-    pub unsafe fn host_function(&self, function: HostFunction, argument: *mut c_void) -> Result<()> {
+    pub(crate) unsafe fn host_function(&self, function: HostFunction, argument: *mut c_void) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.nccl.device.call(self.stream, function, argument) }
     }
 
     /// Waits for everything on the stream.
-    ///
-    /// # Errors
-    /// The library's, also of operations that failed since.
-    pub fn synchronise(&self) -> Result<()> {
+    pub(crate) fn synchronise(&self) -> Result<()> {
         self.nccl.device.synchronise(self.stream)
     }
 
     /// Destroys the communicator and its stream.
-    ///
-    /// # Errors
-    /// The library's.
-    pub fn destroy(self) -> Result<()> {
+    pub(crate) fn destroy(self) -> Result<()> {
         // SAFETY: live, and used no more.
         let result = unsafe { (self.nccl.functions.ncclCommDestroy)(self.comm) };
         self.nccl.check("ncclCommDestroy", result, ptr::null_mut())?;

@@ -176,9 +176,6 @@ impl Image {
     }
 
     /// A module of this repository, compiled for this kernel when its source has changed.
-    ///
-    /// # Errors
-    /// If it cannot be compiled.
     pub(super) fn module(&self, name: &str) -> Result<PathBuf> {
         let source = workspace::root().join("vm").join(name);
         let mut text = self.version.clone();

@@ -206,9 +206,6 @@ fn with_needed(index: &str, name: &str) -> Option<Vec<String>> {
 }
 
 /// Copies the modules of these names, and what they need, from an unpacked kernel to `root`, decompressed and indexed.
-///
-/// # Errors
-/// If one of them does not exist, or kmod's tools fail.
 pub(super) fn copy_modules(
     kernel: &Path,
     version: &str,

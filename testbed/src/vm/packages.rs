@@ -20,9 +20,6 @@ const PROGRAM_FOLDERS: [&str; 4] = ["usr/bin", "bin", "usr/sbin", "sbin"];
 const LIBRARY_FOLDERS: [&str; 2] = ["lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu"];
 
 /// Fetches packages into `folder`, with all that they need (`closure`) or alone.
-///
-/// # Errors
-/// Says what apt said.
 fn fetch(packages: &[&str], closure: bool, folder: &Path) -> Result<()> {
     let mut command = Command::new("apt-get");
     command.args(["-q", "-q", "-y", "-o", "APT::Sandbox::User="]);
@@ -45,9 +42,6 @@ fn fetch(packages: &[&str], closure: bool, folder: &Path) -> Result<()> {
 }
 
 /// Fetches packages and unpacks them into `tree`.
-///
-/// # Errors
-/// If apt is not here, does not offer them or cannot fetch them.
 pub(super) fn unpack(packages: &[&str], closure: bool, tree: &Path) -> Result<()> {
     let folder = tree.with_extension("debs");
     let _ = fs::remove_dir_all(&folder);
@@ -88,9 +82,6 @@ pub fn verbs_headers() -> Result<PathBuf> {
 }
 
 /// Names of packages that apt offers and that begin with `prefix`.
-///
-/// # Errors
-/// If apt is not here.
 pub(super) fn offered(prefix: &str) -> Result<Vec<String>> {
     if process::find("apt-get").is_none() || process::find("dpkg-deb").is_none() {
         bail!("the guest is made of Debian packages, and this system has no apt-get");

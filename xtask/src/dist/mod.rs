@@ -37,9 +37,6 @@ pub struct Options {
 }
 
 /// Makes the archive and says what it needs.
-///
-/// # Errors
-/// If something cannot be built or packed, or would need a newer glibc than is meant.
 pub fn run(options: &Options) -> Result<PathBuf> {
     let archive = pack()?;
     if options.check {
@@ -50,9 +47,6 @@ pub fn run(options: &Options) -> Result<PathBuf> {
 }
 
 /// Makes the archive and uses it as somebody without cargo would.
-///
-/// # Errors
-/// What went wrong.
 pub fn check() -> Result<()> {
     run(&Options { check: true }).map(drop)
 }

@@ -19,7 +19,6 @@ const JAEGER_UI: &str = "2.14.0";
 const NODE: u32 = 24;
 
 /// How to get the pages, for people.
-#[must_use]
 pub fn jaeger_ui_remedy() -> String {
     format!(
         "git clone --depth 1 --branch v{JAEGER_UI} https://github.com/jaegertracing/jaeger-ui\n\
@@ -32,7 +31,6 @@ fn place() -> Result<PathBuf> {
 }
 
 /// The pages, if an earlier call of [`jaeger_ui`] kept them.
-#[must_use]
 pub fn cached_jaeger_ui() -> Option<PathBuf> {
     place().ok().filter(|folder| is_built(folder))
 }
@@ -43,9 +41,6 @@ fn is_built(folder: &Path) -> bool {
 
 /// Keeps the pages for this and later calls: `from` is a folder of built ones, or a clone of jaeger-ui, in which they are
 /// then built with npm (minutes; it downloads jaeger-ui's dependencies, and Node where the installed one is too old).
-///
-/// # Errors
-/// If it is neither, or they cannot be built.
 pub fn jaeger_ui(from: &Path) -> Result<PathBuf> {
     let built = if is_built(from) {
         from.to_owned()

@@ -87,9 +87,6 @@ fn all() -> impl Iterator<Item = (&'static Job, Series)> {
 }
 
 /// Runs the tests in guests.
-///
-/// # Errors
-/// If guests cannot be made here.
 pub fn run(options: &Options) -> Result<ExitCode> {
     let Report { counts, .. } = jobs(Selection::All, options)?;
     println!(
@@ -142,9 +139,6 @@ impl Report {
 }
 
 /// Runs the selected jobs whose name contains the filter, with those kernels that can be had; the others are skipped by name.
-///
-/// # Errors
-/// If a test cannot be built.
 pub(crate) fn jobs(selection: Selection, options: &Options) -> Result<Report> {
     let mut report = Report::default();
     for kernel in Series::ALL {

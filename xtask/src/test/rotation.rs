@@ -132,9 +132,6 @@ impl Part {
 }
 
 /// The part with this number.
-///
-/// # Errors
-/// If there is none.
 pub(super) fn numbered(number: &str) -> Result<&'static Part> {
     number
         .parse()
@@ -144,9 +141,6 @@ pub(super) fn numbered(number: &str) -> Result<&'static Part> {
 }
 
 /// The part whose turn the checked-out commit is, and why it is.
-///
-/// # Errors
-/// If git does not know the commit.
 pub(super) fn of_head() -> Result<(&'static Part, String)> {
     let git = |arguments: &[&str]| {
         process::output(

@@ -122,9 +122,6 @@ impl Options {
 }
 
 /// Does what the command says.
-///
-/// # Errors
-/// If the guest cannot be made, or dies.
 pub fn run(command: &Command) -> Result<ExitCode> {
     match command {
         Command::Run(options) => run_program(options),

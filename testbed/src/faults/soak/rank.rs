@@ -159,9 +159,6 @@ pub(in crate::faults) struct Member<'a> {
 
 impl Member<'_> {
     /// Makes the communicators and goes from step to step until told to end.
-    ///
-    /// # Errors
-    /// The library's: none is expected.
     pub(in crate::faults) fn run(&self, nccl: &Nccl, id: UniqueId) -> Result<()> {
         nccl.set_device(self.rank)?;
         let world = nccl.communicator(RANKS, id, self.rank)?;

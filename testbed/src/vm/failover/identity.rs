@@ -22,9 +22,6 @@ const SOURCES: [&str; 10] = [
 ];
 
 /// A word of the sources as they are: other ones have another one.
-///
-/// # Errors
-/// If git cannot list or read them.
 pub(super) fn identity() -> Result<String> {
     let files = files()?;
     let hashes = process::output(git().args(["hash-object", "--"]).args(files.lines()))?;

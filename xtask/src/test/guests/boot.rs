@@ -79,9 +79,6 @@ impl<'a> Boot<'a> {
     }
 
     /// Runs the jobs and gives `each` what came of every one.
-    ///
-    /// # Errors
-    /// If a program cannot be built.
     pub(super) fn run(&self, verbose: bool, each: &mut dyn FnMut(&Job, &Ran)) -> Result<()> {
         let start = Instant::now();
         let alone = match self.jobs[0].program {
