@@ -20,7 +20,7 @@ mod programs;
 mod rotation;
 pub(crate) mod suite;
 
-use layers::{LAYERS, Layer, Run};
+use layers::{LAYERS, Layer, Needs, Run};
 use libtest::Counts;
 use suite::{Outcome, SkipLog, Suite};
 
@@ -56,7 +56,7 @@ fn check(command: &mut Command) -> Result<Outcome> {
 pub fn run(options: &Options) -> Result<ExitCode> {
     if options.rotating.as_deref() == Some("list") {
         for (number, part) in rotation::PARTS.iter().enumerate() {
-            println!("{number:>3}  {}", part.name);
+            println!("{number:>3}  {}", part.name());
         }
         return Ok(ExitCode::SUCCESS);
     }
@@ -74,7 +74,7 @@ pub fn run(options: &Options) -> Result<ExitCode> {
         Some(number) => {
             let part = rotation::numbered(number)?;
             if set_up(&mut suite) {
-                suite.layer(part.name, |report| part.run(&run, report));
+                suite.layer(&part.name(), |report| part.run(&run, report));
             }
         }
         None => {
@@ -110,13 +110,13 @@ fn run_layers(suite: &mut Suite, run: &mut Run, filter: Option<&str>) {
                 continue;
             }
         }
-        if layer.needs_toolchain() && !is_set_up {
+        if layer.needs >= Needs::Toolchain && !is_set_up {
             is_set_up = set_up(suite);
             if !is_set_up {
                 return;
             }
         }
-        if layer.needs_release() && !is_built {
+        if layer.needs >= Needs::Release && !is_built {
             suite.layer("release build", |_| {
                 crate::setup::build()?;
                 Ok(Outcome::Ran(Counts::PASSED))
@@ -127,7 +127,7 @@ fn run_layers(suite: &mut Suite, run: &mut Run, filter: Option<&str>) {
             }
         }
         run.filter = inner.map(str::to_owned);
-        suite.layer(layer.name, |report| layer.run(run, report));
+        suite.layer(layer.name, |report| (layer.run)(run, report));
     }
     run.filter = None;
 }
@@ -161,8 +161,8 @@ fn selected<'a>(layer: &Layer, filter: Option<&'a str>) -> Option<Option<&'a str
 fn run_in_turn(suite: &mut Suite, run: &Run) {
     match rotation::of_head() {
         Ok((part, why)) => {
-            println!("\nin turn: {}: {why}", part.name);
-            suite.layer(part.name, |report| part.run(run, report));
+            println!("\nin turn: {}: {why}", part.name());
+            suite.layer(&part.name(), |report| part.run(run, report));
         }
         Err(error) => suite.layer("in turn", |_| Ok(Outcome::Skipped(format!("{error:#}")))),
     }

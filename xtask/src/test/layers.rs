@@ -44,7 +44,7 @@ enum Tier {
     /// All of it.
     Fast,
     /// A sample: what is left out, and why.
-    Sample(&'static [(&'static str, &'static str)]),
+    Sample(&'static str, &'static str),
     /// Guests: their jobs say which are left out.
     Guests,
     /// Nothing: why.
@@ -53,7 +53,7 @@ enum Tier {
 
 /// What has to be there before a layer runs.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
-enum Needs {
+pub(super) enum Needs {
     Nothing,
     /// The compilers: everything that compiles `ringsight-probes` needs them, which holds the eBPF object.
     Toolchain,
@@ -67,8 +67,8 @@ pub(super) struct Layer {
     /// Whether a filter may name tests inside it.
     pub(super) holds_tests: bool,
     tier: Tier,
-    needs: Needs,
-    run: fn(&Run, &mut Report) -> Result<Outcome>,
+    pub(super) needs: Needs,
+    pub(super) run: fn(&Run, &mut Report) -> Result<Outcome>,
 }
 
 /// What layers are told of the run.
@@ -82,164 +82,79 @@ pub(super) struct Run {
 }
 
 impl Layer {
+    /// A layer that the fast tier runs whole, and that no filter reaches into.
+    const fn new(name: &'static str, needs: Needs, run: fn(&Run, &mut Report) -> Result<Outcome>) -> Self {
+        Self {
+            name,
+            holds_tests: false,
+            tier: Tier::Fast,
+            needs,
+            run,
+        }
+    }
+
+    const fn holding_tests(self) -> Self {
+        Self {
+            holds_tests: true,
+            ..self
+        }
+    }
+
+    const fn tier(self, tier: Tier) -> Self {
+        Self { tier, ..self }
+    }
+
     pub(super) fn is_full_only(&self) -> bool {
         matches!(self.tier, Tier::Full(_))
     }
 
-    pub(super) fn needs_toolchain(&self) -> bool {
-        self.needs >= Needs::Toolchain
-    }
-
-    pub(super) fn needs_release(&self) -> bool {
-        self.needs >= Needs::Release
-    }
-
     /// What only `--full` runs of it, and why.
     pub(super) fn left_out(&self) -> Vec<(String, String)> {
-        match &self.tier {
+        let of = |(what, why): (String, &str)| (format!("{}: {what}", self.name), why.to_owned());
+        match self.tier {
             Tier::Fast => Vec::new(),
-            Tier::Sample(parts) => parts
-                .iter()
-                .map(|(what, why)| (format!("{}: {what}", self.name), (*why).to_owned()))
-                .collect(),
-            Tier::Guests => guests::left_out()
-                .into_iter()
-                .map(|(what, why)| (format!("{}: {what}", self.name), why.to_owned()))
-                .collect(),
-            Tier::Full(why) => vec![(self.name.to_owned(), (*why).to_owned())],
+            Tier::Sample(what, why) => vec![of((what.to_owned(), why))],
+            Tier::Guests => guests::left_out().into_iter().map(of).collect(),
+            Tier::Full(why) => vec![(self.name.to_owned(), why.to_owned())],
         }
-    }
-
-    pub(super) fn run(&self, run: &Run, report: &mut Report) -> Result<Outcome> {
-        (self.run)(run, report)
     }
 }
 
 /// All layers, in the order in which they run: what fails soonest is first.
 pub(super) static LAYERS: [Layer; 16] = [
-    Layer {
-        name: "format",
-        holds_tests: false,
-        tier: Tier::Fast,
-        needs: Needs::Nothing,
-        run: format,
-    },
-    Layer {
-        name: "ebpf objects",
-        holds_tests: false,
-        tier: Tier::Fast,
-        needs: Needs::Toolchain,
-        run: ebpf_objects,
-    },
-    Layer {
-        name: "kernels",
-        holds_tests: false,
-        tier: Tier::Fast,
-        needs: Needs::Toolchain,
-        run: kernels,
-    },
-    Layer {
-        name: "clippy",
-        holds_tests: false,
-        tier: Tier::Fast,
-        needs: Needs::Toolchain,
-        run: clippy,
-    },
-    Layer {
-        name: "docs",
-        holds_tests: false,
-        tier: Tier::Fast,
-        needs: Needs::Toolchain,
-        run: docs,
-    },
-    Layer {
-        name: "unit and integration",
-        holds_tests: true,
-        tier: Tier::Sample(&[(
+    Layer::new("format", Needs::Nothing, format),
+    Layer::new("ebpf objects", Needs::Toolchain, ebpf_objects),
+    Layer::new("kernels", Needs::Toolchain, kernels),
+    Layer::new("clippy", Needs::Toolchain, clippy),
+    Layer::new("docs", Needs::Toolchain, docs),
+    Layer::new("unit and integration", Needs::Toolchain, unit_and_integration)
+        .holding_tests()
+        .tier(Tier::Sample(
             "each case of comm's matrix, 200 random groups",
             "a sample by a fixed seed runs each kind of call",
-        )]),
-        needs: Needs::Toolchain,
-        run: unit_and_integration,
-    },
-    Layer {
-        name: "loom model",
-        holds_tests: false,
-        tier: Tier::Fast,
-        needs: Needs::Nothing,
-        run: loom,
-    },
-    Layer {
-        name: "leaks",
-        holds_tests: false,
-        tier: Tier::Full(
-            "the same tests run without the checker, and compare threads, descriptors, mappings and memory",
-        ),
-        needs: Needs::Toolchain,
-        run: leaks,
-    },
-    Layer {
-        name: "vm",
-        holds_tests: false,
-        tier: Tier::Guests,
-        needs: Needs::Toolchain,
-        run: guests,
-    },
-    Layer {
-        name: "demo",
-        holds_tests: false,
-        tier: Tier::Fast,
-        needs: Needs::Release,
-        run: |_, _| check_demo(&[]),
-    },
-    Layer {
-        name: "demo, nobody slow",
-        holds_tests: false,
-        tier: Tier::Fast,
-        needs: Needs::Release,
-        run: |_, _| check_demo(&["--no-slow"]),
-    },
-    Layer {
-        name: "faults",
-        holds_tests: false,
-        tier: Tier::Sample(&[(
-            "20 rounds of each fault, drawn anew",
-            "two rounds by pages and one by events run each fault, by a fixed seed",
-        )]),
-        needs: Needs::Release,
-        run: |run, _| check_faults(run.full),
-    },
-    Layer {
-        name: "soak",
-        holds_tests: false,
-        tier: Tier::Full("it looks for verdicts that are false once in many minutes"),
-        needs: Needs::Release,
-        run: |run, _| check_soak(run.full),
-    },
-    Layer {
-        name: "end to end",
-        holds_tests: true,
-        tier: Tier::Fast,
-        needs: Needs::Release,
-        run: end_to_end,
-    },
-    Layer {
-        name: "dist",
-        holds_tests: false,
-        tier: Tier::Fast,
-        needs: Needs::Release,
-        run: |_, _| {
-            dist::check()?;
-            Ok(Outcome::Ran(Counts::PASSED))
-        },
-    },
-    Layer {
-        name: "bench",
-        holds_tests: false,
-        tier: Tier::Full("its goals hold on a machine that does nothing else"),
-        needs: Needs::Release,
-        run: |_, _| bench(),
-    },
+        )),
+    Layer::new("loom model", Needs::Nothing, loom),
+    Layer::new("leaks", Needs::Toolchain, leaks).tier(Tier::Full(
+        "the same tests run without the checker, and compare threads, descriptors, mappings and memory",
+    )),
+    Layer::new("vm", Needs::Toolchain, guests).tier(Tier::Guests),
+    Layer::new("demo", Needs::Release, |_, _| check_demo(&[])),
+    Layer::new("demo, nobody slow", Needs::Release, |_, _| {
+        check_demo(&["--no-slow"])
+    }),
+    Layer::new("faults", Needs::Release, |run, _| check_faults(run.full)).tier(Tier::Sample(
+        "20 rounds of each fault, drawn anew",
+        "two rounds by pages and one by events run each fault, by a fixed seed",
+    )),
+    Layer::new("soak", Needs::Release, |run, _| check_soak(run.full)).tier(Tier::Full(
+        "it looks for verdicts that are false once in many minutes",
+    )),
+    Layer::new("end to end", Needs::Release, end_to_end).holding_tests(),
+    Layer::new("dist", Needs::Release, |_, _| {
+        dist::check().map(|()| Outcome::Ran(Counts::PASSED))
+    }),
+    Layer::new("bench", Needs::Release, |_, _| bench())
+        .tier(Tier::Full("its goals hold on a machine that does nothing else")),
 ];
 
 /// Installs the compilers.

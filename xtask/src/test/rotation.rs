@@ -12,115 +12,66 @@ use super::{
 };
 
 /// A part of what only `--full` runs.
-pub(super) struct Part {
-    pub(super) name: &'static str,
-    what: What,
-}
-
-enum What {
+#[derive(Clone, Copy)]
+pub(super) enum Part {
     /// The guests' jobs of this group, with this kernel, that the fast tier leaves out.
     Guests(&'static str, Series),
     /// Rounds, as in the whole matrix, of the faults whose case contains this.
     Faults(&'static str),
-    /// Minutes by each source.
+    /// For so many minutes by each source.
     Soak(&'static str),
-    /// A layer, as it is without `--full`.
-    Layer(fn(&Run, &mut Report) -> Result<Outcome>),
+    /// As it is without `--full`.
+    Leaks,
     /// A test program of `comm` that samples elsewhere.
     Sampled(&'static str),
 }
 
-const fn part(name: &'static str, what: What) -> Part {
-    Part { name, what }
-}
-
 pub(super) static PARTS: [Part; 25] = [
-    part(
-        "guests on 6.1: ports that fail",
-        What::Guests("ports that fail", Series::V6_1),
-    ),
-    part(
-        "guests on 6.12: ports that fail",
-        What::Guests("ports that fail", Series::V6_12),
-    ),
-    part(
-        "guests on 6.1: connections, mlx5",
-        What::Guests("connections, mlx5", Series::V6_1),
-    ),
-    part(
-        "guests on 6.12: connections, mlx5",
-        What::Guests("connections, mlx5", Series::V6_12),
-    ),
-    part(
-        "guests on 6.1: two ports",
-        What::Guests("two ports", Series::V6_1),
-    ),
-    part(
-        "guests on 6.12: two ports",
-        What::Guests("two ports", Series::V6_12),
-    ),
-    part(
-        "guests on 6.1: nodes, from the beginning on",
-        What::Guests("nodes, from the beginning on", Series::V6_1),
-    ),
-    part(
-        "guests on 6.1: nodes, to the end",
-        What::Guests("nodes, to the end", Series::V6_1),
-    ),
-    part(
-        "guests on 6.1: nodes, replays",
-        What::Guests("nodes, replays", Series::V6_1),
-    ),
-    part(
-        "guests on 6.1: nodes, mlx5",
-        What::Guests("nodes, mlx5", Series::V6_1),
-    ),
-    part(
-        "guests on 6.12: nodes, mlx5",
-        What::Guests("nodes, mlx5", Series::V6_12),
-    ),
-    part("guests on 6.1: mlx5", What::Guests("mlx5", Series::V6_1)),
-    part("guests on 6.12: mlx5", What::Guests("mlx5", Series::V6_12)),
-    part(
-        "faults: process, eager, pages",
-        What::Faults("process/eager/pages"),
-    ),
-    part(
-        "faults: process, eager, events",
-        What::Faults("process/eager/events"),
-    ),
-    part(
-        "faults: process, graph, pages",
-        What::Faults("process/graph/pages"),
-    ),
-    part(
-        "faults: process, graph, events",
-        What::Faults("process/graph/events"),
-    ),
-    part("faults: thread, eager, pages", What::Faults("thread/eager/pages")),
-    part(
-        "faults: thread, eager, events",
-        What::Faults("thread/eager/events"),
-    ),
-    part("faults: thread, graph, pages", What::Faults("thread/graph/pages")),
-    part(
-        "faults: thread, graph, events",
-        What::Faults("thread/graph/events"),
-    ),
-    part("soak", What::Soak("1.5")),
-    part("leaks", What::Layer(layers::leaks)),
-    part("comm's matrix", What::Sampled("matrix")),
-    part("comm's groups", What::Sampled("groups")),
+    Part::Guests("ports that fail", Series::V6_1),
+    Part::Guests("ports that fail", Series::V6_12),
+    Part::Guests("connections, mlx5", Series::V6_1),
+    Part::Guests("connections, mlx5", Series::V6_12),
+    Part::Guests("two ports", Series::V6_1),
+    Part::Guests("two ports", Series::V6_12),
+    Part::Guests("nodes, from the beginning on", Series::V6_1),
+    Part::Guests("nodes, to the end", Series::V6_1),
+    Part::Guests("nodes, replays", Series::V6_1),
+    Part::Guests("nodes, mlx5", Series::V6_1),
+    Part::Guests("nodes, mlx5", Series::V6_12),
+    Part::Guests("mlx5", Series::V6_1),
+    Part::Guests("mlx5", Series::V6_12),
+    Part::Faults("process/eager/pages"),
+    Part::Faults("process/eager/events"),
+    Part::Faults("process/graph/pages"),
+    Part::Faults("process/graph/events"),
+    Part::Faults("thread/eager/pages"),
+    Part::Faults("thread/eager/events"),
+    Part::Faults("thread/graph/pages"),
+    Part::Faults("thread/graph/events"),
+    Part::Soak("1.5"),
+    Part::Leaks,
+    Part::Sampled("matrix"),
+    Part::Sampled("groups"),
 ];
 
 impl Part {
-    pub(super) fn run(&self, run: &Run, report: &mut Report) -> Result<Outcome> {
-        match self.what {
-            What::Guests(group, kernel) => layers::run_guests(Selection::Left(group, kernel), report),
-            What::Faults(case) => layers::faults(&["--case", case, "--rounds", "20"]),
-            What::Soak(minutes) => layers::soak(&[minutes]),
-            What::Layer(layer) => layer(run, report),
-            What::Sampled(test) => {
+    pub(super) fn name(self) -> String {
+        match self {
+            Self::Guests(group, kernel) => format!("guests on {}: {group}", kernel.name()),
+            Self::Faults(case) => format!("faults: {}", case.replace('/', ", ")),
+            Self::Soak(_) => "soak".to_owned(),
+            Self::Leaks => "leaks".to_owned(),
+            Self::Sampled(test) => format!("comm's {test}"),
+        }
+    }
+
+    pub(super) fn run(self, run: &Run, report: &mut Report) -> Result<Outcome> {
+        match self {
+            Self::Guests(group, kernel) => layers::run_guests(Selection::Left(group, kernel), report),
+            Self::Faults(case) => layers::faults(&["--case", case, "--rounds", "20"]),
+            Self::Soak(minutes) => layers::soak(&[minutes]),
+            Self::Leaks => layers::leaks(run, report),
+            Self::Sampled(test) => {
                 let mut command = ringsight_testbed::workspace::cargo();
                 command
                     .args(["test", "--locked", "-p", "ringsight-comm", "--test", test])
@@ -132,16 +83,16 @@ impl Part {
 }
 
 /// The part with this number.
-pub(super) fn numbered(number: &str) -> Result<&'static Part> {
+pub(super) fn numbered(number: &str) -> Result<Part> {
     number
         .parse()
         .ok()
-        .and_then(|number: usize| PARTS.get(number))
+        .and_then(|number: usize| PARTS.get(number).copied())
         .with_context(|| format!("--rotating {number}: a number below {}, or `list`", PARTS.len()))
 }
 
 /// The part whose turn the checked-out commit is, and why it is.
-pub(super) fn of_head() -> Result<(&'static Part, String)> {
+pub(super) fn of_head() -> Result<(Part, String)> {
     let git = |arguments: &[&str]| {
         process::output(
             std::process::Command::new("git")
@@ -156,7 +107,7 @@ pub(super) fn of_head() -> Result<(&'static Part, String)> {
         _ => None,
     };
     let (number, why) = turn(&hash, count, PARTS.len())?;
-    Ok((&PARTS[number], why))
+    Ok((PARTS[number], why))
 }
 
 /// The number of the part, of so many, whose turn a commit is: by how many commits there are up to it, which gives each
@@ -204,9 +155,9 @@ mod tests {
 
     #[test]
     fn parts_are_numbered_and_differ() {
-        let names: BTreeSet<&str> = PARTS.iter().map(|part| part.name).collect();
+        let names: BTreeSet<String> = PARTS.iter().map(|part| part.name()).collect();
         assert_eq!(names.len(), PARTS.len());
-        assert_eq!(numbered("0").unwrap().name, PARTS[0].name);
+        assert_eq!(numbered("0").unwrap().name(), PARTS[0].name());
         for absent in [PARTS.len().to_string().as_str(), "-1", "leaks", ""] {
             assert!(numbered(absent).is_err(), "{absent}");
         }
