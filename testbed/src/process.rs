@@ -1,4 +1,4 @@
-//! Child processes that end with their parent.
+//! Child processes that end with their parent, and threads that end with their caller.
 //!
 //! A [`Guarded`] child gets a signal from the kernel when the thread that started it ends (`PR_SET_PDEATHSIG`), and from its guard when
 //! the guard is dropped. A [`Dialogue`] is such a child that answers each line by a line.
@@ -290,6 +290,27 @@ impl Dialogue {
         }
         Ok(())
     }
+}
+
+/// Does `work` for each item at the same time, on a thread each; the results in the order of the items.
+///
+/// # Errors
+/// The first item's that failed, or that a thread panicked.
+pub fn on_threads<T: Send, R: Send>(
+    items: impl IntoIterator<Item = T>,
+    work: impl Fn(T) -> Result<R> + Sync,
+) -> Result<Vec<R>> {
+    let work = &work;
+    thread::scope(|scope| {
+        let threads: Vec<_> = items
+            .into_iter()
+            .map(|item| scope.spawn(move || work(item)))
+            .collect();
+        let results = threads.into_iter().map(thread::ScopedJoinHandle::join);
+        results
+            .map(|result| result.unwrap_or_else(|_| bail!("a thread panicked")))
+            .collect()
+    })
 }
 
 /// Runs `command`, passes each line of its standard output on to `each`, and prints it; standard error goes to the

@@ -8,6 +8,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use fs_err as fs;
+use serde_json::Value;
 
 use crate::process;
 
@@ -61,7 +62,7 @@ pub fn target() -> Result<PathBuf> {
     }
     let metadata =
         process::output(cargo().args(["metadata", "--format-version=1", "--no-deps", "--offline"]))?;
-    let metadata: serde_json::Value = serde_json::from_str(&metadata).context("output of cargo metadata")?;
+    let metadata: Value = serde_json::from_str(&metadata).context("output of cargo metadata")?;
     metadata["target_directory"]
         .as_str()
         .map(PathBuf::from)
@@ -187,34 +188,39 @@ pub struct TestProgram {
     pub starts: Vec<PathBuf>,
 }
 
+/// Builds the test programs that `arguments` of cargo select; cargo's messages about programs, as `--message-format=json` has them.
+///
+/// # Errors
+/// If something cannot be built.
+pub fn test_artifacts(arguments: &[&str]) -> Result<Vec<Value>> {
+    let mut command = cargo();
+    command
+        .args(["test", "--locked", "--no-run"])
+        .arg("--message-format=json-render-diagnostics")
+        .args(arguments)
+        .stderr(Stdio::inherit());
+    let messages = process::output(&mut command)?;
+    let messages = messages
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    Ok(messages
+        .filter(|message| message["executable"].is_string())
+        .collect())
+}
+
 /// Builds a test of a package.
 ///
 /// # Errors
 /// If it cannot be built, or there is no such test.
 pub fn test_program(package: &str, test: &str) -> Result<TestProgram> {
-    let mut command = cargo();
-    command.args([
-        "test",
-        "--locked",
-        "--no-run",
-        "--message-format=json-render-diagnostics",
-        "-p",
-        package,
-    ]);
-    if test == "lib" {
-        command.arg("--lib");
+    let target: &[&str] = if test == "lib" {
+        &["--lib"]
     } else {
-        command.args(["--test", test]);
-    }
-    let messages = process::output(command.stderr(Stdio::inherit()))?;
+        &["--test", test]
+    };
     let (mut file, mut starts) = (None, Vec::new());
-    for line in messages.lines() {
-        let Ok(message) = serde_json::from_str::<serde_json::Value>(line) else {
-            continue;
-        };
-        let Some(executable) = message["executable"].as_str().map(PathBuf::from) else {
-            continue;
-        };
+    for message in test_artifacts(&[&["-p", package], target].concat())? {
+        let executable = PathBuf::from(message["executable"].as_str().unwrap_or_default());
         if message["profile"]["test"] == true {
             file = Some(executable);
         } else if message["target"]["kind"][0] == "bin" {

@@ -1,6 +1,6 @@
 //! `cargo xtask backend`: a trace backend in the foreground.
 
-use std::{path::PathBuf, process::ExitCode};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use clap::{Args, ValueEnum};
@@ -29,7 +29,7 @@ enum Name {
 }
 
 /// Starts the backend and waits for its end (or Ctrl-C).
-pub fn run(options: &Options) -> Result<ExitCode> {
+pub fn run(options: &Options) -> Result<bool> {
     let Name::Jaeger = options.backend;
     let program = setup::jaeger()?;
     let ports = match options.port_base {
@@ -65,9 +65,5 @@ pub fn run(options: &Options) -> Result<ExitCode> {
     println!("try         cargo xtask demo --otlp http://{}", jaeger.otlp_grpc);
     let status = jaeger.process.child().wait()?;
     println!("Jaeger ended: {}", process::reason(status));
-    Ok(if status.success() {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    })
+    Ok(status.success())
 }

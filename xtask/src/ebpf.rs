@@ -21,7 +21,7 @@ use std::{
     ffi::OsString,
     fmt,
     path::{Path, PathBuf},
-    process::{Command, ExitCode},
+    process::Command,
 };
 
 use anyhow::{Context, Result};
@@ -58,75 +58,61 @@ pub struct Options {
     log: bool,
 }
 
-/// What the comparison of a fresh build with the committed objects found.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Comparison {
-    /// Instructions, maps and relocations are equal.
-    Same,
-    /// They differ.
-    Different {
-        /// The differences, as unified diffs of listings.
-        report: String,
-        /// `None` if the tools are those that made the committed objects: then the sources and the objects disagree. Otherwise
-        /// both sets of tools by name: then the compiler may be the reason.
-        other_tools: Option<String>,
-    },
+/// How a fresh build differs from the committed objects.
+#[derive(Debug)]
+pub struct Difference {
+    /// Unified diffs of listings.
+    report: String,
+    /// `None` if the tools are those that made the committed objects: then the sources and the objects disagree. Otherwise both sets of
+    /// tools by name: then the compiler may be the reason.
+    pub other_tools: Option<String>,
 }
 
-impl fmt::Display for Comparison {
+impl fmt::Display for Difference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Same => write!(
+        writeln!(f, "{}", self.report)?;
+        match &self.other_tools {
+            None => write!(
                 f,
-                "the committed eBPF objects have the instructions, maps and relocations of their sources"
+                "the committed eBPF objects differ from their sources: run `cargo xtask ebpf` and commit {OBJECTS}"
             ),
-            Self::Different {
-                report,
-                other_tools: None,
-            } => write!(
+            Some(tools) => write!(
                 f,
-                "{report}\nthe committed eBPF objects differ from their sources: run `cargo xtask ebpf` and commit {OBJECTS}"
-            ),
-            Self::Different {
-                report,
-                other_tools: Some(tools),
-            } => write!(
-                f,
-                "{report}\nthe build differs from the committed eBPF objects, and so do the tools: {tools}"
+                "the build differs from the committed eBPF objects, and so do the tools: {tools}"
             ),
         }
     }
 }
 
-/// Runs the command.
+/// Runs the command; with `--check`, says whether nothing differs.
 ///
 /// # Errors
-/// If the toolchain cannot be had, or the programs do not compile. A difference makes the exit code.
-pub fn run(options: &Options) -> Result<ExitCode> {
+/// If the toolchain cannot be had, or the programs do not compile.
+pub fn run(options: &Options) -> Result<bool> {
     if options.check {
-        let comparison = check()?;
-        println!("{comparison}");
-        return Ok(if comparison == Comparison::Same {
-            ExitCode::SUCCESS
-        } else {
-            ExitCode::FAILURE
-        });
+        let difference = check()?;
+        match &difference {
+            Some(difference) => println!("{difference}"),
+            None => println!(
+                "the committed eBPF objects have the instructions, maps and relocations of their sources"
+            ),
+        }
+        return Ok(difference.is_none());
     }
     let toolchain = Toolchain::find()?;
     if options.log {
-        let folder = target()?.join("bpf/log");
-        return write(&toolchain, &["log"], &folder);
+        write(&toolchain, &["log"], &target()?.join("bpf/log"))?;
+        return Ok(true);
     }
     let folder = root().join(OBJECTS);
     let tools = toolchain.describe()?;
-    let code = write(&toolchain, &[], &folder)?;
-    let file = folder.join(TOOLS);
-    fs::write(&file, format!("{TOOLS_HEAD}{tools}"))?;
-    Ok(code)
+    write(&toolchain, &[], &folder)?;
+    fs::write(folder.join(TOOLS), format!("{TOOLS_HEAD}{tools}"))?;
+    Ok(true)
 }
 
 /// Builds the programs of every architecture and compares them with the committed objects.
-pub fn check() -> Result<Comparison> {
+pub fn check() -> Result<Option<Difference>> {
     let toolchain = Toolchain::find()?;
     let folder = root().join(OBJECTS);
     let mut report = String::new();
@@ -141,25 +127,22 @@ pub fn check() -> Result<Comparison> {
         }
     }
     if report.is_empty() {
-        return Ok(Comparison::Same);
+        return Ok(None);
     }
-    let file = folder.join(TOOLS);
-    let pinned = fs::read_to_string(&file)?;
+    let pinned = fs::read_to_string(folder.join(TOOLS))?;
     let pinned = pinned.strip_prefix(TOOLS_HEAD).unwrap_or(&pinned).to_owned();
     let here = toolchain.describe()?;
     let words = |tools: &str| tools.trim_end().replace('\n', ", ");
-    Ok(Comparison::Different {
-        report,
-        other_tools: (here != pinned)
-            .then(|| format!("{} here, {} for the committed ones", words(&here), words(&pinned))),
-    })
+    let other_tools =
+        (here != pinned).then(|| format!("{} here, {} for the committed ones", words(&here), words(&pinned)));
+    Ok(Some(Difference { report, other_tools }))
 }
 
 fn file_name(architecture: &str) -> String {
     format!("{architecture}.bpf.o")
 }
 
-fn write(toolchain: &Toolchain, features: &[&str], folder: &Path) -> Result<ExitCode> {
+fn write(toolchain: &Toolchain, features: &[&str], folder: &Path) -> Result<()> {
     fs::create_dir_all(folder)?;
     for architecture in ARCHITECTURES {
         let path = folder.join(file_name(architecture));
@@ -167,7 +150,7 @@ fn write(toolchain: &Toolchain, features: &[&str], folder: &Path) -> Result<Exit
         fs::write(&path, object)?;
         println!("{}", path.display());
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }
 
 /// A compiler that can build `core` for `bpfel-unknown-none`, and the linker.

@@ -86,6 +86,11 @@ enum Command {
     Fuzz(fuzz::Options),
 }
 
+/// The exit code of a command that has come to its end, well or not.
+fn code(is_well: bool) -> ExitCode {
+    ExitCode::from(u8::from(!is_well))
+}
+
 fn run() -> Result<ExitCode> {
     match Arguments::parse().command {
         Command::Setup { all } => {
@@ -99,22 +104,22 @@ fn run() -> Result<ExitCode> {
             }
             Ok(ExitCode::SUCCESS)
         }
-        Command::Test(options) => test::run(&options),
-        Command::Demo(arguments) => demo::run(&arguments, setup::build),
+        Command::Test(options) => test::run(&options).map(code),
+        Command::Demo(arguments) => demo::run(&arguments, setup::build).map(code),
         Command::DemoWorker(arguments) => demo::worker::run(&arguments).map(|()| ExitCode::SUCCESS),
-        Command::DemoGuest(arguments) => demo::guest::run(&arguments),
+        Command::DemoGuest(arguments) => demo::guest::run(&arguments).map(code),
         Command::BenchProbe(arguments) => probed::run(&arguments).map(|()| ExitCode::SUCCESS),
         Command::Probe { arguments } => probe::run(&arguments),
-        Command::Backend(options) => backend::run(&options),
-        Command::Ebpf(options) => ebpf::run(&options),
-        Command::Dist(options) => dist::run(&options).map(|_| ExitCode::SUCCESS),
-        Command::Bench(options) => bench::run(&options),
+        Command::Backend(options) => backend::run(&options).map(code),
+        Command::Ebpf(options) => ebpf::run(&options).map(code),
+        Command::Dist(options) => dist::run(&options).map(|()| ExitCode::SUCCESS),
+        Command::Bench(options) => bench::run(&options).map(code),
         Command::Gpu(command) => gpu::run(&command).map(|()| ExitCode::SUCCESS),
-        Command::Faults(arguments) => faults::run(&arguments),
+        Command::Faults(arguments) => faults::run(&arguments).map(code),
         Command::FaultWorker(arguments) => faults::worker::run(&arguments).map(|()| ExitCode::SUCCESS),
         Command::FaultDebugger => faults::debugger::run().map(|()| ExitCode::SUCCESS),
         Command::Vm(command) => vm::run(&command),
-        Command::Fuzz(options) => fuzz::run(&options),
+        Command::Fuzz(options) => fuzz::run(&options).map(|()| ExitCode::SUCCESS),
     }
 }
 

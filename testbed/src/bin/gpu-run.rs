@@ -40,21 +40,16 @@ fn main() -> ExitCode {
     let program = Program::parse();
     let ended = match (&program.piece, &program.options) {
         (Some(Piece::Faults(arguments)), _) => faults::run(arguments),
-        (Some(Piece::FaultWorker(arguments)), _) => {
-            faults::worker::run(arguments).map(|()| ExitCode::SUCCESS)
-        }
-        (Some(Piece::FaultDebugger), _) => faults::debugger::run().map(|()| ExitCode::SUCCESS),
-        (None, Some(options)) => run::run(options).map(|passed| {
-            if passed {
-                ExitCode::SUCCESS
-            } else {
-                ExitCode::FAILURE
-            }
-        }),
+        (Some(Piece::FaultWorker(arguments)), _) => faults::worker::run(arguments).map(|()| true),
+        (Some(Piece::FaultDebugger), _) => faults::debugger::run().map(|()| true),
+        (None, Some(options)) => run::run(options),
         (None, None) => Err(anyhow::anyhow!("start it by run.sh of a bundle")),
     };
-    ended.unwrap_or_else(|error| {
-        eprintln!("error: {error:#}");
-        ExitCode::from(2)
-    })
+    match ended {
+        Ok(is_well) => ExitCode::from(u8::from(!is_well)),
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::from(2)
+        }
+    }
 }

@@ -6,10 +6,11 @@ use std::{
     thread,
 };
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result};
 
 use crate::{
     nccl::{Communicator, DeviceKind, Nccl, UniqueId},
+    process::on_threads,
     ranks::unique_id,
 };
 
@@ -100,17 +101,8 @@ pub(super) fn run_members(
         // Whoever started us is gone.
         stages.tell(Stage::Exit);
     });
-    thread::scope(|scope| {
-        let (nccl, body) = (&nccl, &body);
-        let threads: Vec<_> = members
-            .iter()
-            .map(|rank| {
-                scope.spawn(move || body(nccl, id, *rank, stages).with_context(|| format!("rank {rank}")))
-            })
-            .collect();
-        threads.into_iter().try_for_each(|thread| match thread.join() {
-            Ok(result) => result,
-            Err(_) => bail!("a rank panicked"),
-        })
+    on_threads(members, |rank| {
+        body(&nccl, id, *rank, stages).with_context(|| format!("rank {rank}"))
     })
+    .map(drop)
 }

@@ -10,19 +10,17 @@
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
     io::Write as _,
-    path::PathBuf,
-    process::ExitCode,
-    thread,
+    path::{Path, PathBuf},
     time::Duration,
 };
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use fs_err as fs;
 use serde_json::{Value, json};
 
 use super::{Guest, Series};
-use crate::{random::fresh_seed, workspace::test_program};
+use crate::{process::on_threads, random::fresh_seed, workspace::test_program};
 
 mod cases;
 mod identity;
@@ -109,17 +107,14 @@ impl Options {
     }
 }
 
-/// Runs cases and says what came of them.
+/// Runs cases and says what came of them; `false` if a case failed, with `--check`.
 ///
 /// # Errors
 /// If no guest can be made, or what runs there does not.
-pub fn run(options: &Options) -> Result<ExitCode> {
+pub fn run(options: &Options) -> Result<bool> {
     let (_, report, ok) = run_cases(options, &mut |line| println!("{line}"))?;
     println!("{report}");
-    Ok(match ok || !options.check {
-        true => ExitCode::SUCCESS,
-        false => ExitCode::FAILURE,
-    })
+    Ok(ok || !options.check)
 }
 
 /// Runs cases and gives `each` a line of every one; how many there are, all in one line of JSON, and whether all is well.
@@ -244,11 +239,13 @@ fn run_all(
             .collect();
         let lines: Vec<String> = batch.iter().map(Waiting::line).collect();
         let mut said = Vec::new();
-        for (guest, lines) in boot_all(options, &program, &lines)
-            .into_iter()
-            .zip(lines.chunks(BATCH))
-        {
-            let guest = guest?;
+        // All guests at the same time.
+        let guests = on_threads(lines.chunks(BATCH), |lines| {
+            let first = options.measure.then(measure::warm_up);
+            let all: Vec<String> = first.into_iter().chain(lines.iter().cloned()).collect();
+            boot(options, &program, &all)
+        })?;
+        for (guest, lines) in guests.into_iter().zip(lines.chunks(BATCH)) {
             let has_begun = lines.iter().any(|line| guest.begun.contains(line));
             barren = if has_begun { 0 } else { barren + 1 };
             if barren == BARREN {
@@ -344,28 +341,8 @@ impl Said {
     }
 }
 
-/// Runs cases, [`BATCH`] in a guest, in all guests at the same time; what each said.
-fn boot_all(options: &Options, program: &std::path::Path, lines: &[String]) -> Vec<Result<Said>> {
-    let run = |lines: &[String]| {
-        let first = options.measure.then(measure::warm_up);
-        let all: Vec<String> = first.into_iter().chain(lines.iter().cloned()).collect();
-        boot(options, program, &all)
-    };
-    thread::scope(|scope| {
-        let guests: Vec<_> = lines
-            .chunks(BATCH)
-            .map(|lines| scope.spawn(move || run(lines)))
-            .collect();
-        let ended = guests.into_iter().map(|guest| match guest.join() {
-            Ok(result) => result,
-            Err(_) => Err(anyhow!("what runs a guest panicked")),
-        });
-        ended.collect()
-    })
-}
-
 /// Runs cases in one guest; what it said of each.
-fn boot(options: &Options, program: &std::path::Path, cases: &[String]) -> Result<Said> {
+fn boot(options: &Options, program: &Path, cases: &[String]) -> Result<Said> {
     let mut guest = Guest::new(options.kernel, Vec::new());
     match options.mlx5 {
         true => guest.mlx5 = 4,

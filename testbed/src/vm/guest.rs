@@ -338,21 +338,9 @@ impl Guest {
 }
 
 /// A guest that was ended at its limit.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("the guest ran longer than its limit of {} s; its console ends with\n{}", .0.as_secs(), .1)]
 pub struct OverLimit(Duration, String);
-
-impl std::fmt::Display for OverLimit {
-    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(
-            out,
-            "the guest ran longer than its limit of {} s; its console ends with\n{}",
-            self.0.as_secs(),
-            self.1
-        )
-    }
-}
-
-impl std::error::Error for OverLimit {}
 
 /// Whether a guest's run ended by a fault of the emulator, not by what ran in it: then the run says nothing, and may be repeated.
 #[must_use]

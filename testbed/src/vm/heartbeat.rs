@@ -50,7 +50,11 @@ impl Heartbeats {
 
 /// A guest one of whose processors did not get on. Programs, which are what is tested, cannot bring that about; the stand-in's module and the kernel
 /// can, and what happens once in three runs is told, but fails nothing.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "processor {processor} of the guest ran nothing for {} s; its processors are at\n{places}\nits console ends with\n{console}",
+    PATIENCE.as_secs()
+)]
 pub(crate) struct Frozen {
     pub(super) processor: usize,
     /// Where processors are, as QEMU says.
@@ -58,21 +62,6 @@ pub(crate) struct Frozen {
     /// How its console ends.
     pub(super) console: String,
 }
-
-impl std::fmt::Display for Frozen {
-    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(
-            out,
-            "processor {} of the guest ran nothing for {} s; its processors are at\n{}\nits console ends with\n{}",
-            self.processor,
-            PATIENCE.as_secs(),
-            self.places,
-            self.console
-        )
-    }
-}
-
-impl std::error::Error for Frozen {}
 
 /// Where the processors of a guest are, and the code there, by QEMU's monitor; or why that is not known.
 pub(super) fn places(monitor: &Path, processors: u32) -> String {

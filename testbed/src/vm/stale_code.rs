@@ -8,7 +8,10 @@
 //! use both often.
 
 /// A guest whose kernel hit a breakpoint that was not there any more, or waited for a processor that does; the end of its console.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "the emulator ran code that the guest's kernel had replaced, which broke the kernel; its console ends with\n{0}"
+)]
 pub(crate) struct StaleCode(pub(super) String);
 
 impl StaleCode {
@@ -38,18 +41,6 @@ impl StaleCode {
             .is_some_and(|code| PATCHED.iter().any(|bytes| code.starts_with(bytes)))
     }
 }
-
-impl std::fmt::Display for StaleCode {
-    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(
-            out,
-            "the emulator ran code that the guest's kernel had replaced, which broke the kernel; its console ends with\n{}",
-            self.0
-        )
-    }
-}
-
-impl std::error::Error for StaleCode {}
 
 #[cfg(test)]
 mod tests {

@@ -6,21 +6,19 @@
 use std::{
     collections::BTreeSet,
     fs::{self, File},
-    io::{BufRead as _, BufReader},
     path::{Path, PathBuf},
     process::{Command, Stdio},
     sync::{
         Mutex, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
-    thread,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result};
 use ringsight_testbed::{
     process::{self, Guarded},
-    workspace::{cargo, root},
+    workspace::{cargo, root, test_artifacts},
 };
 use serde_json::Value;
 
@@ -72,7 +70,7 @@ struct Program {
 impl Program {
     /// The program of a line of `--message-format=json`, if it is about one.
     fn of_message(message: &Value, root: &Path) -> Option<Self> {
-        if message["reason"] != "compiler-artifact" || message["profile"]["test"] != true {
+        if message["profile"]["test"] != true {
             return None;
         }
         let file = PathBuf::from(message["executable"].as_str()?);
@@ -116,31 +114,11 @@ struct Ran {
 
 /// Builds the test programs of the packages that `arguments` select and returns them, sorted by name.
 fn build(arguments: &[&str]) -> Result<Vec<Program>> {
-    let mut command = cargo();
-    command
-        .args([
-            "test",
-            "--locked",
-            "--no-run",
-            "--message-format=json-render-diagnostics",
-        ])
-        .args(arguments);
-    let mut child = command
-        .stdout(Stdio::piped())
-        .spawn()
-        .with_context(|| format!("cannot start {}", process::line(&command)))?;
-    let output = child.stdout.take().context("standard output is not piped")?;
-    let root = root();
-    let mut programs = BTreeSet::new();
-    for line in BufReader::new(output).lines() {
-        if let Ok(message) = serde_json::from_str(&line?) {
-            programs.extend(Program::of_message(&message, &root));
-        }
-    }
-    let status = child.wait()?;
-    if !status.success() {
-        bail!("{} {}", process::line(&command), process::reason(status));
-    }
+    let (root, built) = (root(), test_artifacts(arguments)?);
+    let programs: BTreeSet<Program> = built
+        .iter()
+        .filter_map(|message| Program::of_message(message, &root))
+        .collect();
     Ok(programs.into_iter().collect())
 }
 
@@ -203,13 +181,7 @@ impl Tests<'_> {
             }
             Ok(())
         };
-        thread::scope(|scope| {
-            let lanes: Vec<_> = (0..lanes).map(|_| scope.spawn(lane)).collect();
-            lanes.into_iter().try_for_each(|lane| match lane.join() {
-                Ok(result) => result,
-                Err(_) => bail!("a thread that runs test programs panicked"),
-            })
-        })?;
+        process::on_threads(0..lanes, |_| lane())?;
         Ok(all.into_inner().unwrap_or_else(PoisonError::into_inner))
     }
 

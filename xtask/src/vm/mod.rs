@@ -14,7 +14,7 @@ use ringsight_testbed::{
     workspace::test_program,
 };
 
-use crate::test::guests;
+use crate::{code, test::guests};
 
 /// What to do with guests.
 #[derive(Subcommand, Debug)]
@@ -131,8 +131,8 @@ pub fn run(command: &Command) -> Result<ExitCode> {
             guest.interactive = true;
             finish(&guest)
         }
-        Command::Test(options) => guests::run(options),
-        Command::Failover(options) => failover::run(options),
+        Command::Test(options) => guests::run(options).map(code),
+        Command::Failover(options) => failover::run(options).map(code),
         Command::Clean => {
             let folder = folder()?;
             match fs_err::remove_dir_all(&folder) {

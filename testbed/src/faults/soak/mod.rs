@@ -7,7 +7,6 @@
 
 use std::{
     sync::mpsc::RecvTimeoutError,
-    thread,
     time::{Duration, Instant},
 };
 
@@ -29,6 +28,7 @@ use super::{
 };
 use crate::{
     nccl::DeviceKind,
+    process::on_threads,
     random::Random,
     ranks::{Heard, monotonic_ns},
 };
@@ -91,11 +91,8 @@ pub(super) fn run(setup: &Setup, minutes: f64, seed: u64, source: Source) -> Res
     let folder = &setup.folder;
     fs::create_dir_all(folder)?;
     let time = Duration::from_secs_f64(minutes * 60.0);
-    let reports = thread::scope(|scope| {
-        [RankKind::Process, RankKind::Thread]
-            .map(|kind| scope.spawn(move || soak(setup, time, (kind, source), seed)))
-            .map(|thread| thread.join().unwrap_or_else(|_| bail!("a thread panicked")))
-    });
+    let kinds = [RankKind::Process, RankKind::Thread];
+    let reports = on_threads(kinds, |kind| soak(setup, time, (kind, source), seed))?;
     let mut total = Report {
         seed,
         minutes,
@@ -104,7 +101,7 @@ pub(super) fn run(setup: &Setup, minutes: f64, seed: u64, source: Source) -> Res
         ..Report::default()
     };
     for report in reports {
-        total.add(&report?);
+        total.add(&report);
     }
     let right = total.false_verdicts == 0 && total.failed == 0 && total.named == total.late;
     let tested = total.late > 0 && (total.long_operations > 0 || !has_long(setup.device));
