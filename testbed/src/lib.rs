@@ -20,6 +20,18 @@
 //! | [`mod@bench`] | measurements against goals |
 //! | [`gpu`] | the bundle for GPU hosts, and its runner |
 
+/// Displays values of enums by the names that clap knows them by.
+macro_rules! display_by_name {
+    ($($name:ty),+) => {
+        $(impl std::fmt::Display for $name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                let value = clap::ValueEnum::to_possible_value(self);
+                f.write_str(value.as_ref().map_or("", |value| value.get_name()))
+            }
+        })+
+    };
+}
+
 pub mod backend;
 pub mod bench;
 pub mod demo;

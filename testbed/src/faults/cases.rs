@@ -70,7 +70,7 @@ pub(super) enum Fault {
 }
 
 /// How operations are launched.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Mode {
     Eager,
@@ -78,7 +78,7 @@ pub(super) enum Mode {
 }
 
 /// What ranks are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum RankKind {
     /// A process each, on one node or two.
@@ -97,15 +97,7 @@ pub(super) enum Source {
     Events,
 }
 
-impl Source {
-    /// As the variable has it.
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Pages => "pages",
-            Self::Events => "events",
-        }
-    }
-}
+display_by_name!(Fault, Mode, RankKind, Source, Action);
 
 /// A cell of the matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -118,42 +110,34 @@ pub(super) struct Case {
 
 impl fmt::Display for Case {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ranks = match self.ranks {
-            RankKind::Process => "process",
-            RankKind::Thread => "thread",
-        };
-        let mode = match self.mode {
-            Mode::Eager => "eager",
-            Mode::Graph => "graph",
-        };
-        write!(f, "{}/{ranks}/{mode}/{}", self.fault, self.source.name())
-    }
-}
-
-impl fmt::Display for Fault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let value = self.to_possible_value();
-        f.write_str(value.as_ref().map_or("", |value| value.get_name()))
+        let Self {
+            fault,
+            ranks,
+            mode,
+            source,
+        } = self;
+        write!(f, "{fault}/{ranks}/{mode}/{source}")
     }
 }
 
 impl Case {
     /// Every cell, those that cannot be included.
-    pub(super) fn all() -> impl Iterator<Item = Self> {
-        let of_source = |source: Source| {
-            Fault::value_variants().iter().flat_map(move |fault| {
-                let ranks = [RankKind::Process, RankKind::Thread].into_iter();
-                ranks.flat_map(move |ranks| {
-                    [Mode::Eager, Mode::Graph].map(|mode| Self {
-                        fault: *fault,
+    pub(super) fn all() -> Vec<Self> {
+        let mut all = Vec::new();
+        for &source in Source::value_variants() {
+            for &fault in Fault::value_variants() {
+                for &ranks in RankKind::value_variants() {
+                    let of_mode = |&mode: &Mode| Self {
+                        fault,
                         ranks,
                         mode,
                         source,
-                    })
-                })
-            })
-        };
-        Source::value_variants().iter().copied().flat_map(of_source)
+                    };
+                    all.extend(Mode::value_variants().iter().map(of_mode));
+                }
+            }
+        }
+        all
     }
 
     /// Why there is no such cell.
@@ -213,23 +197,12 @@ pub(super) struct Round {
 }
 
 /// See [`Round::action`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Action {
     Report,
     Error,
     Abort,
-}
-
-impl Action {
-    /// As the variable has it.
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Report => "report",
-            Self::Error => "error",
-            Self::Abort => "abort",
-        }
-    }
 }
 
 impl Round {
@@ -409,8 +382,8 @@ mod tests {
 
     #[test]
     fn cells_have_names_of_their_own_and_are_drawn_alike() {
-        let names: std::collections::BTreeSet<_> = Case::all().map(|case| case.to_string()).collect();
-        assert_eq!(names.len(), Case::all().count());
+        let names: std::collections::BTreeSet<_> = Case::all().iter().map(Case::to_string).collect();
+        assert_eq!(names.len(), Case::all().len());
         assert!(names.contains("slow-below/thread/graph/pages"));
         assert!(names.contains("stuck/process/eager/events"));
         for case in Case::all() {
@@ -429,9 +402,9 @@ mod tests {
     #[test]
     fn every_fault_has_a_cell() {
         for fault in Fault::value_variants() {
-            let possible = Case::all()
-                .filter(|case| case.fault == *fault && case.impossible(DeviceKind::Host).is_none());
-            assert!(possible.count() > 0, "{fault}");
+            let is_possible =
+                |case: &Case| case.fault == *fault && case.impossible(DeviceKind::Host).is_none();
+            assert!(Case::all().iter().any(is_possible), "{fault}");
         }
     }
 }

@@ -78,16 +78,16 @@ impl Job {
             arguments(&mut command);
             command
                 .args(["--members", &members])
-                .args(["--device", started.setup.device.name()])
+                .args(["--device", &started.setup.device.to_string()])
                 .env("LD_LIBRARY_PATH", &started.setup.library)
-                .env("RINGSIGHT_DEVICE", started.setup.device.name())
+                .env("RINGSIGHT_DEVICE", started.setup.device.to_string())
                 // Streams that share a queue of the GPU wait for each other: those of ranks that share the GPU must not.
                 .env("CUDA_DEVICE_MAX_CONNECTIONS", "32")
                 .env("NCCL_SOCKET_IFNAME", "lo")
                 .env("NCCL_HOSTID", format!("node-{node}"))
                 .env("NCCL_KERNEL_TIMEOUT_MS", THRESHOLD.as_millis().to_string())
                 .env("RINGSIGHT_WATCHDOG_INTERVAL_MS", "100")
-                .env("RINGSIGHT_WATCHDOG_SOURCE", started.source.name())
+                .env("RINGSIGHT_WATCHDOG_SOURCE", started.source.to_string())
                 .envs(variables.iter().map(|(name, value)| (name, value)));
             (format!("rank {members}"), command)
         };
@@ -133,7 +133,7 @@ pub(super) fn run(round: &Round, kind: RankKind, folder: &Path, setup: &Setup) -
     fs::write(&file, serde_json::to_string(round)?)?;
     let account = folder.join("truth.jsonl");
     let _ = fs::remove_file(&account);
-    let mut variables = vec![("RINGSIGHT_WATCHDOG_ACTION", round.action.name().to_owned())];
+    let mut variables = vec![("RINGSIGHT_WATCHDOG_ACTION", round.action.to_string())];
     if round.fault == Fault::Withheld {
         variables.push(("RINGSIGHT_ARRIVAL_TIMEOUT_MS", ARRIVAL.as_millis().to_string()));
     }

@@ -114,6 +114,7 @@ pub fn run(arguments: &Arguments) -> Result<bool> {
             && arguments.source.is_none_or(|source| source == case.source)
     };
     let (possible, impossible): (Vec<Case>, Vec<Case>) = Case::all()
+        .into_iter()
         .filter(wanted)
         .partition(|case| case.impossible(arguments.device).is_none());
     let impossible: Vec<String> = impossible

@@ -5,8 +5,9 @@
 //! never does. Two kinds of verdicts are false in any round ([`false_in_any_round`]): the hang of a rank that does not hang, and
 //! `NOT_LAUNCHED` for an operation that the rank has launched.
 
-use std::{fmt, time::Duration};
+use std::time::Duration;
 
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -16,7 +17,7 @@ use super::{
 };
 
 /// Why a round is left out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Reason {
     /// A process that was to run was not run.
@@ -25,14 +26,7 @@ pub(super) enum Reason {
     Late,
 }
 
-impl fmt::Display for Reason {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Stalled => "stalled",
-            Self::Late => "late",
-        })
-    }
-}
+display_by_name!(Reason);
 
 /// Why a round is to be left out, if it is.
 pub(super) fn broken(round: &Round, observed: &Observed) -> Option<Reason> {

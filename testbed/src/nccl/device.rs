@@ -13,7 +13,7 @@ pub(super) type GraphInstance = *mut c_void;
 /// What a stream calls when it gets there.
 pub(super) type HostFunction = unsafe extern "C" fn(*mut c_void);
 
-/// Which devices operations run on.
+/// Which devices operations run on, as `RINGSIGHT_DEVICE` has it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Kind {
@@ -24,15 +24,7 @@ pub(crate) enum Kind {
     Cuda,
 }
 
-impl Kind {
-    /// The value of `RINGSIGHT_DEVICE`.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Host => "host",
-            Self::Cuda => "cuda",
-        }
-    }
-}
+display_by_name!(Kind);
 
 /// A kind of device. Handles are those that it gave and has not taken back.
 pub(super) trait Device: Send + Sync {

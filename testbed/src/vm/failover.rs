@@ -280,7 +280,11 @@ struct MadeBy([(&'static str, String); 3]);
 impl MadeBy {
     fn those(options: &Options) -> Result<Self> {
         let devices = if options.mlx5 { "mlx5" } else { "soft-roce" };
-        Ok(Self::new(&identity::identity()?, options.kernel.name(), devices))
+        Ok(Self::new(
+            &identity::identity()?,
+            &options.kernel.to_string(),
+            devices,
+        ))
     }
 
     fn new(code: &str, kernel: &str, devices: &str) -> Self {

@@ -153,7 +153,7 @@ impl Image {
         let whole = folder()?;
         let _lock = Lock::take(&whole)?;
         let tools = tools(&whole)?;
-        let folder = whole.join(format!("linux-{}", series.name()));
+        let folder = whole.join(format!("linux-{series}"));
         let recipe = format!("{RECIPE} {MODULES:?} {PROGRAMS:?} {VERBS_DRIVERS:?}");
         let stamp = folder.join("stamp");
         let made = fs::read_to_string(&stamp).unwrap_or_default();
@@ -203,7 +203,7 @@ impl Image {
         let build = kernel::build_folder(&headers, &self.version)?;
         let work = self.folder.join(format!("{name}-build"));
         let built = kernel::build_module(&build, &source, &work, name)
-            .with_context(|| format!("for Linux {} ({})", self.version, self.series.name()))?;
+            .with_context(|| format!("for Linux {} ({})", self.version, self.series))?;
         fs::copy(&built, &module)?;
         fs::write(&made_of, text)?;
         let _ = fs::remove_dir_all(&work);

@@ -14,7 +14,7 @@ use fs_err as fs;
 use super::packages::{self, Tree};
 use crate::process;
 
-/// A series of kernels that guests run.
+/// A series of kernels that guests run, displayed as its versions begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Series {
     /// Linux 6.1, Debian 12's own.
@@ -28,21 +28,14 @@ pub enum Series {
 impl Series {
     /// All of them.
     pub const ALL: [Self; 2] = [Self::V6_1, Self::V6_12];
-
-    /// As the kernel's version begins.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::V6_1 => "6.1",
-            Self::V6_12 => "6.12",
-        }
-    }
 }
+
+display_by_name!(Series);
 
 /// Newest version of the series that apt offers as a package `linux-image-<version>-amd64`, without the flavours for clouds and
 /// for real time: `6.1.0-56`, `6.12.117+deb12`.
 pub(super) fn newest(series: Series) -> Result<String> {
-    let prefix = format!("linux-image-{}.", series.name());
+    let prefix = format!("linux-image-{series}.");
     let names = packages::offered(&prefix)?;
     choose(&names, series).with_context(|| {
         format!("apt offers no package {prefix}…-amd64: Debian 12 with its security updates has it")
@@ -55,7 +48,7 @@ fn choose(names: &[String], series: Series) -> Option<String> {
         .filter_map(|name| name.strip_prefix("linux-image-")?.strip_suffix("-amd64"))
         .filter(|version| {
             let rest = version
-                .strip_prefix(series.name())
+                .strip_prefix(&series.to_string())
                 .and_then(|rest| rest.strip_prefix('.'));
             // `6.1.0-56-cloud`, `6.12.117+deb12-rt` are flavours; `6.1.0-0.deb11.60` is another release's.
             rest.is_some_and(|rest| {

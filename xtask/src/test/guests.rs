@@ -66,7 +66,7 @@ pub(crate) fn left_out() -> Vec<(String, &'static str)> {
         let Some(why) = job.left_out(kernel) else {
             continue;
         };
-        let name = format!("{} on {}", job.name, kernel.name());
+        let name = format!("{} on {kernel}", job.name);
         match left.iter_mut().find(|(_, known)| *known == why) {
             Some((names, _)) => *names += &format!("; {name}"),
             None => left.push((name, why)),
@@ -150,18 +150,14 @@ pub(crate) fn jobs(selection: Selection, options: &Options) -> Result<Report> {
         }
         if let Some(why) = unavailable(kernel) {
             for job in jobs {
-                println!("vm: {} on {}: skipped: {why}", job.name, kernel.name());
+                println!("vm: {} on {kernel}: skipped: {why}", job.name);
                 report.counts.skipped += 1;
             }
             continue;
         }
         for boot in Boot::cut(&jobs, kernel) {
             boot.run(options.verbose, &mut |job, ran| {
-                report.add(
-                    &format!("{} on {}", job.name, kernel.name()),
-                    ran,
-                    options.verbose,
-                );
+                report.add(&format!("{} on {kernel}", job.name), ran, options.verbose);
             })?;
         }
     }

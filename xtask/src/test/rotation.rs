@@ -57,7 +57,7 @@ pub(super) static PARTS: [Part; 25] = [
 impl Part {
     pub(super) fn name(self) -> String {
         match self {
-            Self::Guests(group, kernel) => format!("guests on {}: {group}", kernel.name()),
+            Self::Guests(group, kernel) => format!("guests on {kernel}: {group}"),
             Self::Faults(case) => format!("faults: {}", case.replace('/', ", ")),
             Self::Soak(_) => "soak".to_owned(),
             Self::Leaks => "leaks".to_owned(),

@@ -52,8 +52,8 @@ pub(super) struct Report {
     pub(super) ok: bool,
     pub(super) seed: u64,
     pub(super) minutes: f64,
-    pub(super) source: &'static str,
-    pub(super) device: &'static str,
+    pub(super) source: String,
+    pub(super) device: String,
     pub(super) steps: usize,
     pub(super) operations: usize,
     /// Operations that went on for longer than the threshold when all ranks had come.
@@ -96,8 +96,8 @@ pub(super) fn run(setup: &Setup, minutes: f64, seed: u64, source: Source) -> Res
     let mut total = Report {
         seed,
         minutes,
-        source: source.name(),
-        device: setup.device.name(),
+        source: source.to_string(),
+        device: setup.device.to_string(),
         ..Report::default()
     };
     for report in reports {

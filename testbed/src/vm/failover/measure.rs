@@ -40,7 +40,7 @@ pub(super) enum Part {
 }
 
 /// What a run is of; its case without its number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Group {
     /// A port goes down, and says so.
     Event,
@@ -60,31 +60,9 @@ enum Group {
     Off,
 }
 
+display_by_name!(Group);
+
 impl Group {
-    const ALL: [Self; 8] = [
-        Self::Event,
-        Self::Silence,
-        Self::Switched,
-        Self::Alone,
-        Self::Failback,
-        Self::Flapping,
-        Self::On,
-        Self::Off,
-    ];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Event => "event",
-            Self::Silence => "silence",
-            Self::Switched => "switched",
-            Self::Alone => "alone",
-            Self::Failback => "failback",
-            Self::Flapping => "flapping",
-            Self::On => "on",
-            Self::Off => "off",
-        }
-    }
-
     fn case(self, run: usize) -> String {
         let side = ["sender", "receiver", "both"][run % 3];
         // What tells of one of the first steps.
@@ -103,7 +81,7 @@ impl Group {
             Self::On => "sendrecv none both 0 steps=1024 lean=1".into(),
             Self::Off => "sendrecv none both 0 steps=1024 lean=1 FAILOVER=0".into(),
         };
-        format!("{case} of={} run={run}", self.name())
+        format!("{case} of={self} run={run}")
     }
 }
 
@@ -160,7 +138,7 @@ struct Runs<'a>(&'a BTreeMap<String, Value>);
 
 impl Runs<'_> {
     fn of(&self, group: Group) -> impl Iterator<Item = &Value> {
-        let word = format!("of={}", group.name());
+        let word = format!("of={group}");
         self.0
             .iter()
             .filter(move |(case, _)| case.split_whitespace().any(|own| own == word))
@@ -323,16 +301,19 @@ pub(super) fn report(results: &BTreeMap<String, Value>, parts: &[Part]) -> (Valu
     .map(|(_, name, goal)| (name, goal))
     .collect();
     let met = goals.values().all(|goal| goal["met"] == true);
-    let lists: BTreeMap<&str, Vec<f64>> = Group::ALL
-        .into_iter()
-        .map(|group| {
+    let lists: BTreeMap<String, Vec<f64>> = Group::value_variants()
+        .iter()
+        .map(|&group| {
             let key = match group {
                 Group::Event | Group::Silence => "recovered_ms",
                 Group::Failback | Group::Flapping => "back_ms",
                 _ => "mib_per_s",
             };
             let round = |value: &f64| (value * 1000.0).round() / 1000.0;
-            (group.name(), runs.values(group, key).iter().map(round).collect())
+            (
+                group.to_string(),
+                runs.values(group, key).iter().map(round).collect(),
+            )
         })
         .collect();
     let ok = wrong.is_empty() && met;
