@@ -100,8 +100,8 @@ impl Call {
                 let block = self.send.len() / self.ranks as usize;
                 (0..self.ranks).try_for_each(|peer| {
                     let part = peer as usize * block..(peer as usize + 1) * block;
-                    communicator.send_part(&self.send, part.clone(), peer)?;
-                    communicator.receive_part(&self.receive, part, peer)
+                    communicator.send(&self.send, part.clone(), peer)?;
+                    communicator.receive(&self.receive, part, peer)
                 })
             }),
             Kind::Broadcast(root) => communicator.broadcast(&self.receive, root),

@@ -1,6 +1,6 @@
 //! Memory that operations work on.
 
-use std::{fmt, ops::Range, sync::Arc};
+use std::{ffi::c_void, ops::Range, sync::Arc};
 
 use anyhow::Result;
 
@@ -11,14 +11,6 @@ pub(crate) struct Buffer {
     memory: *mut f32,
     elements: usize,
     device: Arc<dyn Device>,
-}
-
-impl fmt::Debug for Buffer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Buffer")
-            .field("elements", &self.elements)
-            .finish_non_exhaustive()
-    }
 }
 
 impl Buffer {
@@ -42,17 +34,17 @@ impl Buffer {
         unsafe { std::slice::from_raw_parts_mut(self.memory, self.elements) }
     }
 
-    pub(super) fn pointer(&self) -> *mut f32 {
-        self.memory
+    pub(super) fn pointer(&self) -> *mut c_void {
+        self.memory.cast()
     }
 
     /// Where some of its elements begin.
     ///
     /// # Panics
     /// Where it has no such elements.
-    pub(super) fn part(&self, part: &Range<usize>) -> *mut f32 {
+    pub(super) fn part(&self, part: &Range<usize>) -> *mut c_void {
         assert!(part.start <= part.end && part.end <= self.elements);
-        self.memory.wrapping_add(part.start)
+        self.memory.wrapping_add(part.start).cast()
     }
 }
 

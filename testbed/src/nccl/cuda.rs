@@ -10,32 +10,29 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use libloading::Library;
 
-use super::{
-    device::{Device, GraphInstance, HostFunction, Stream},
-    functions,
-};
+use super::device::{Device, GraphInstance, HostFunction, Stream};
 
 type CuContext = *mut c_void;
 
 functions! {
-    cuInit: fn(c_uint);
-    cuDeviceGetCount: fn(*mut c_int);
-    cuDeviceGet: fn(*mut c_int, c_int);
-    cuDevicePrimaryCtxRetain: fn(*mut CuContext, c_int);
-    cuCtxSetCurrent: fn(CuContext);
-    cuStreamCreate: fn(*mut Stream, c_uint);
-    cuStreamDestroy_v2: fn(Stream);
-    cuStreamSynchronize: fn(Stream);
-    cuStreamBeginCapture_v2: fn(Stream, c_int);
-    cuStreamEndCapture: fn(Stream, *mut *mut c_void);
-    cuGraphInstantiateWithFlags: fn(*mut GraphInstance, *mut c_void, c_ulonglong);
-    cuGraphUpload: fn(GraphInstance, Stream);
-    cuGraphLaunch: fn(GraphInstance, Stream);
-    cuGraphDestroy: fn(*mut c_void);
-    cuGraphExecDestroy: fn(GraphInstance);
-    cuLaunchHostFunc: fn(Stream, HostFunction, *mut c_void);
-    cuMemHostAlloc: fn(*mut *mut c_void, usize, c_uint);
-    cuGetErrorName: fn(c_int, *mut *const c_char);
+    cuInit: fn(c_uint) -> c_int;
+    cuDeviceGetCount: fn(*mut c_int) -> c_int;
+    cuDeviceGet: fn(*mut c_int, c_int) -> c_int;
+    cuDevicePrimaryCtxRetain: fn(*mut CuContext, c_int) -> c_int;
+    cuCtxSetCurrent: fn(CuContext) -> c_int;
+    cuStreamCreate: fn(*mut Stream, c_uint) -> c_int;
+    cuStreamDestroy_v2: fn(Stream) -> c_int;
+    cuStreamSynchronize: fn(Stream) -> c_int;
+    cuStreamBeginCapture_v2: fn(Stream, c_int) -> c_int;
+    cuStreamEndCapture: fn(Stream, *mut *mut c_void) -> c_int;
+    cuGraphInstantiateWithFlags: fn(*mut GraphInstance, *mut c_void, c_ulonglong) -> c_int;
+    cuGraphUpload: fn(GraphInstance, Stream) -> c_int;
+    cuGraphLaunch: fn(GraphInstance, Stream) -> c_int;
+    cuGraphDestroy: fn(*mut c_void) -> c_int;
+    cuGraphExecDestroy: fn(GraphInstance) -> c_int;
+    cuLaunchHostFunc: fn(Stream, HostFunction, *mut c_void) -> c_int;
+    cuMemHostAlloc: fn(*mut *mut c_void, usize, c_uint) -> c_int;
+    cuGetErrorName: fn(c_int, *mut *const c_char) -> c_int;
 }
 
 /// `CU_STREAM_NON_BLOCKING`.
@@ -58,13 +55,6 @@ struct Context(CuContext);
 
 // SAFETY: the driver's contexts may be used by any thread.
 unsafe impl Send for Context {}
-
-/// Calls a function of the driver and names it if it fails.
-macro_rules! call {
-    ($self:ident.$name:ident($($argument:expr),*)) => {
-        $self.check(stringify!($name), ($self.functions.$name)($($argument),*))
-    };
-}
 
 impl CudaDevice {
     pub(super) fn load() -> Result<Self> {

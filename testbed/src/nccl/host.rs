@@ -3,39 +3,39 @@
 
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
-    ffi::{c_int, c_void},
-    path::Path,
+    ffi::{c_char, c_int, c_void},
     ptr,
+    sync::Arc,
 };
 
 use anyhow::{Context as _, Result, bail};
 use libloading::Library;
 
 use super::{
-    LastError,
+    Comm,
     device::{Device, GraphInstance, HostFunction, Stream},
-    functions,
+    last_error,
 };
 
 functions! {
-    ringsightSetDevice: fn(c_int);
-    ringsightStreamCreate: fn(*mut Stream);
-    ringsightStreamDestroy: fn(Stream);
-    ringsightStreamSynchronize: fn(Stream);
-    ringsightStreamBeginCapture: fn(Stream);
-    ringsightStreamEndCapture: fn(Stream, *mut *mut c_void);
-    ringsightGraphInstantiate: fn(*mut GraphInstance, *mut c_void);
-    ringsightGraphLaunch: fn(GraphInstance, Stream);
-    ringsightGraphDestroy: fn(*mut c_void);
-    ringsightGraphExecDestroy: fn(GraphInstance);
-    ringsightLaunchHostFunc: fn(Stream, HostFunction, *mut c_void);
+    ncclGetLastError: fn(Comm) -> *const c_char;
+    ringsightSetDevice: fn(c_int) -> c_int;
+    ringsightStreamCreate: fn(*mut Stream) -> c_int;
+    ringsightStreamDestroy: fn(Stream) -> c_int;
+    ringsightStreamSynchronize: fn(Stream) -> c_int;
+    ringsightStreamBeginCapture: fn(Stream) -> c_int;
+    ringsightStreamEndCapture: fn(Stream, *mut *mut c_void) -> c_int;
+    ringsightGraphInstantiate: fn(*mut GraphInstance, *mut c_void) -> c_int;
+    ringsightGraphLaunch: fn(GraphInstance, Stream) -> c_int;
+    ringsightGraphDestroy: fn(*mut c_void) -> c_int;
+    ringsightGraphExecDestroy: fn(GraphInstance) -> c_int;
+    ringsightLaunchHostFunc: fn(Stream, HostFunction, *mut c_void) -> c_int;
 }
 
 pub(super) struct HostDevice {
     functions: Functions,
-    last_error: LastError,
     // Dropped after the functions that point into it.
-    _library: Library,
+    _library: Arc<Library>,
 }
 
 /// What memory has to be aligned to: a cache line.
@@ -43,17 +43,12 @@ const ALIGNMENT: usize = 64;
 
 impl HostDevice {
     /// # Safety
-    /// `file` is our implementation of NCCL's ABI.
-    pub(super) unsafe fn resolve(file: &Path) -> Result<Self> {
-        // SAFETY: as the caller says.
-        let library = unsafe { Library::new(file) }.with_context(|| format!("opening {}", file.display()))?;
-        // SAFETY: as above, and it is kept beside them.
-        let (functions, last_error) =
-            unsafe { (Functions::resolve(&library)?, LastError::resolve(&library)?) };
+    /// `library` is our implementation of NCCL's ABI.
+    pub(super) unsafe fn resolve(library: &Arc<Library>) -> Result<Self> {
         Ok(Self {
-            functions,
-            last_error,
-            _library: library,
+            // SAFETY: as the caller says, and the library is kept beside them.
+            functions: unsafe { Functions::resolve(library) }?,
+            _library: Arc::clone(library),
         })
     }
 
@@ -61,23 +56,14 @@ impl HostDevice {
         if result == 0 {
             return Ok(());
         }
-        bail!(
-            "{name} returned {result}: {}",
-            self.last_error.text(ptr::null_mut())
-        )
+        let text = last_error(self.functions.ncclGetLastError, ptr::null_mut());
+        bail!("{name} returned {result}: {text}")
     }
 
     fn layout(bytes: usize) -> Result<Layout> {
         // Of nothing there is an address, too.
         Layout::from_size_align(bytes.max(1), ALIGNMENT).context("so much memory there is not")
     }
-}
-
-/// Calls an entry point and names it if it fails.
-macro_rules! call {
-    ($self:ident.$name:ident($($argument:expr),*)) => {
-        $self.check(stringify!($name), ($self.functions.$name)($($argument),*))
-    };
 }
 
 impl Device for HostDevice {

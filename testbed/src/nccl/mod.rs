@@ -8,7 +8,6 @@
 
 use std::{
     ffi::{CStr, c_char, c_int, c_void},
-    ops::Range,
     path::Path,
     ptr,
     sync::Arc,
@@ -17,18 +16,49 @@ use std::{
 use anyhow::{Context, Result, bail};
 use libloading::Library;
 
+/// A table of a library's functions, resolved once.
+macro_rules! functions {
+    ($($name:ident: fn($($type:ty),*) -> $result:ty;)+) => {
+        /// Entry points, resolved once.
+        struct Functions {
+            $($name: unsafe extern "C" fn($($type),*) -> $result,)+
+        }
+
+        impl Functions {
+            /// # Safety
+            /// The library's functions have these signatures, and it outlives the result.
+            unsafe fn resolve(library: &libloading::Library) -> anyhow::Result<Self> {
+                use anyhow::Context as _;
+                $(
+                    // SAFETY: as the caller says.
+                    let $name: libloading::Symbol<'_, unsafe extern "C" fn($($type),*) -> $result> = unsafe {
+                        library.get(concat!(stringify!($name), "\0").as_bytes())
+                    }.context(concat!("the library has no ", stringify!($name)))?;
+                )+
+                Ok(Self { $($name: *$name,)+ })
+            }
+        }
+    };
+}
+
+/// Calls a function of a table and names it if it fails.
+macro_rules! call {
+    ($on:ident.$name:ident($($argument:expr),*)) => {
+        $on.check(stringify!($name), ($on.functions.$name)($($argument),*))
+    };
+}
+
 mod buffer;
+mod communicator;
 mod cuda;
 mod device;
-mod faulty;
-mod graph;
 mod host;
 
 pub(crate) use buffer::Buffer;
+pub(crate) use communicator::{Communicator, Graph};
 pub(crate) use device::Kind as DeviceKind;
-pub(crate) use graph::Graph;
 
-use device::{Device, HostFunction, Stream};
+use device::{Device, Stream};
 
 /// `ncclUniqueId`: opaque bytes that rank 0 makes and hands to the others.
 #[derive(Clone, Copy)]
@@ -36,13 +66,8 @@ use device::{Device, HostFunction, Stream};
 pub(crate) struct UniqueId(pub(crate) [u8; 128]);
 
 type Comm = *mut c_void;
-
-/// `ncclInProgress`.
-const IN_PROGRESS: c_int = 7;
-/// `NCCL_SPLIT_NOCOLOR`.
-const NO_COLOR: c_int = -1;
-/// `ncclFloat32`.
-const FLOAT32: c_int = 7;
+/// `ncclGetLastError`; null asks for the last failure of the thread.
+type LastError = unsafe extern "C" fn(Comm) -> *const c_char;
 
 /// `ncclRedOp_t`: what the demo reduces with.
 #[derive(Clone, Copy, Debug)]
@@ -54,83 +79,42 @@ pub(crate) enum Reduce {
     Avg = 4,
 }
 
-/// A table of a library's functions that return a number, resolved once.
-macro_rules! functions {
-    ($($name:ident: fn($($type:ty),*);)+) => {
-        /// Entry points, resolved once.
-        struct Functions {
-            $($name: unsafe extern "C" fn($($type),*) -> std::ffi::c_int,)+
-        }
-
-        impl Functions {
-            /// # Safety
-            /// The library's functions have these signatures, and it outlives the result.
-            unsafe fn resolve(library: &libloading::Library) -> anyhow::Result<Self> {
-                use anyhow::Context as _;
-                $(
-                    // SAFETY: as the caller says.
-                    let $name: libloading::Symbol<'_, unsafe extern "C" fn($($type),*) -> std::ffi::c_int> = unsafe {
-                        library.get(concat!(stringify!($name), "\0").as_bytes())
-                    }.context(concat!("the library has no ", stringify!($name)))?;
-                )+
-                Ok(Self { $($name: *$name,)+ })
-            }
-        }
-    };
-}
-use functions;
-
-/// `ncclGetLastError`.
-#[derive(Clone, Copy)]
-struct LastError(unsafe extern "C" fn(Comm) -> *const c_char);
-
-impl LastError {
-    /// # Safety
-    /// `library` is an implementation of NCCL's ABI, and outlives the result.
-    unsafe fn resolve(library: &Library) -> Result<Self> {
-        // SAFETY: the signature is the one in nccl.h; the caller answers for the library.
-        unsafe { library.get(b"ncclGetLastError\0") }
-            .map(|symbol| Self(*symbol))
-            .context("the library has no ncclGetLastError")
+/// What the library says of the last failure.
+fn last_error(function: LastError, comm: Comm) -> String {
+    // SAFETY: a live communicator or null; the text lives until the next call.
+    let text = unsafe { function(comm) };
+    if text.is_null() {
+        return String::new();
     }
-
-    /// What the library says of the last failure; null asks for that of the thread.
-    fn text(self, comm: Comm) -> String {
-        // SAFETY: a live communicator or null; the text lives until the next call.
-        let text = unsafe { (self.0)(comm) };
-        if text.is_null() {
-            return String::new();
-        }
-        // SAFETY: NCCL's error texts are zero-terminated.
-        unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
-    }
+    // SAFETY: NCCL's error texts are zero-terminated.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
 functions! {
-    ncclGetUniqueId: fn(*mut UniqueId);
-    ncclCommInitRank: fn(*mut Comm, c_int, UniqueId, c_int);
-    ncclCommSplit: fn(Comm, c_int, c_int, *mut Comm, *mut c_void);
-    ncclCommDestroy: fn(Comm);
-    ncclCommAbort: fn(Comm);
-    ncclCommGetAsyncError: fn(Comm, *mut c_int);
-    ncclSimulateKernelTimeout: fn(Comm);
-    ncclGroupStart: fn();
-    ncclGroupEnd: fn();
-    ncclAllReduce: fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, Stream);
-    ncclBroadcast: fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, Stream);
-    ncclReduceScatter: fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, Stream);
-    ncclAllGather: fn(*const c_void, *mut c_void, usize, c_int, Comm, Stream);
-    ncclSend: fn(*const c_void, usize, c_int, c_int, Comm, Stream);
-    ncclRecv: fn(*mut c_void, usize, c_int, c_int, Comm, Stream);
+    ncclGetLastError: fn(Comm) -> *const c_char;
+    ncclGetUniqueId: fn(*mut UniqueId) -> c_int;
+    ncclCommInitRank: fn(*mut Comm, c_int, UniqueId, c_int) -> c_int;
+    ncclCommSplit: fn(Comm, c_int, c_int, *mut Comm, *mut c_void) -> c_int;
+    ncclCommDestroy: fn(Comm) -> c_int;
+    ncclCommAbort: fn(Comm) -> c_int;
+    ncclCommGetAsyncError: fn(Comm, *mut c_int) -> c_int;
+    ncclSimulateKernelTimeout: fn(Comm) -> c_int;
+    ncclGroupStart: fn() -> c_int;
+    ncclGroupEnd: fn() -> c_int;
+    ncclAllReduce: fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, Stream) -> c_int;
+    ncclBroadcast: fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, Stream) -> c_int;
+    ncclReduceScatter: fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, Stream) -> c_int;
+    ncclAllGather: fn(*const c_void, *mut c_void, usize, c_int, Comm, Stream) -> c_int;
+    ncclSend: fn(*const c_void, usize, c_int, c_int, Comm, Stream) -> c_int;
+    ncclRecv: fn(*mut c_void, usize, c_int, c_int, Comm, Stream) -> c_int;
 }
 
 /// The opened library.
 pub(crate) struct Nccl {
     functions: Functions,
-    last_error: LastError,
     device: Arc<dyn Device>,
     // Dropped after the functions that point into it.
-    _library: Library,
+    _library: Arc<Library>,
 }
 
 impl Nccl {
@@ -139,20 +123,31 @@ impl Nccl {
     pub(crate) fn open(file: &Path, kind: DeviceKind) -> Result<Self> {
         // SAFETY: the file is the library under test; its initialisers are the Rust runtime's.
         let library = unsafe { Library::new(file) }.with_context(|| format!("opening {}", file.display()))?;
+        let library = Arc::new(library);
         // SAFETY: it is an implementation of NCCL's ABI, and is kept beside the functions.
-        let (functions, last_error) =
-            unsafe { (Functions::resolve(&library)?, LastError::resolve(&library)?) };
+        let functions = unsafe { Functions::resolve(&library) }?;
         let device: Arc<dyn Device> = match kind {
-            // SAFETY: as above; the loader gives the same library again.
-            DeviceKind::Host => Arc::new(unsafe { host::HostDevice::resolve(file) }?),
+            // SAFETY: as above.
+            DeviceKind::Host => Arc::new(unsafe { host::HostDevice::resolve(&library) }?),
             DeviceKind::Cuda => Arc::new(cuda::CudaDevice::load()?),
         };
         Ok(Self {
             functions,
-            last_error,
             device,
             _library: library,
         })
+    }
+
+    fn check(&self, name: &str, result: c_int) -> Result<()> {
+        self.check_with(name, result, ptr::null_mut())
+    }
+
+    fn check_with(&self, name: &str, result: c_int, comm: Comm) -> Result<()> {
+        if result == 0 {
+            return Ok(());
+        }
+        let text = last_error(self.functions.ncclGetLastError, comm);
+        bail!("{name} returned {result}: {text}")
     }
 
     /// Sets the calling thread's device.
@@ -160,24 +155,11 @@ impl Nccl {
         self.device.choose(number)
     }
 
-    /// `elements` zeros that operations can work on.
-    pub(crate) fn buffer(&self, elements: usize) -> Result<Buffer> {
-        Buffer::new(&self.device, elements)
-    }
-
-    fn check(&self, name: &str, result: c_int, comm: Comm) -> Result<()> {
-        if result == 0 {
-            return Ok(());
-        }
-        bail!("{name} returned {result}: {}", self.last_error.text(comm))
-    }
-
     /// `ncclGetUniqueId`.
     pub(crate) fn unique_id(&self) -> Result<UniqueId> {
         let mut id = UniqueId([0; 128]);
         // SAFETY: the pointer is valid for the call.
-        let result = unsafe { (self.functions.ncclGetUniqueId)(&raw mut id) };
-        self.check("ncclGetUniqueId", result, ptr::null_mut())?;
+        unsafe { call!(self.ncclGetUniqueId(&raw mut id)) }?;
         Ok(id)
     }
 
@@ -185,200 +167,7 @@ impl Nccl {
     pub(crate) fn communicator(&self, ranks: u32, id: UniqueId, rank: u32) -> Result<Communicator<'_>> {
         let mut comm = ptr::null_mut();
         // SAFETY: the pointer is valid for the call; the id is passed by value, as the ABI says.
-        let result =
-            unsafe { (self.functions.ncclCommInitRank)(&raw mut comm, ranks as c_int, id, rank as c_int) };
-        self.check("ncclCommInitRank", result, ptr::null_mut())?;
-        Ok(Communicator {
-            nccl: self,
-            comm,
-            stream: self.device.stream()?,
-        })
-    }
-}
-
-/// A communicator and the stream that its operations run on.
-pub(crate) struct Communicator<'a> {
-    nccl: &'a Nccl,
-    comm: Comm,
-    stream: Stream,
-}
-
-impl Communicator<'_> {
-    fn check(&self, name: &str, result: c_int) -> Result<()> {
-        self.nccl.check(name, result, self.comm)
-    }
-
-    /// `elements` zeros that its operations can work on.
-    pub(crate) fn buffer(&self, elements: usize) -> Result<Buffer> {
-        self.nccl.buffer(elements)
-    }
-
-    /// `ncclCommSplit` with the parent's configuration, and a stream of its own: those of `members`, in their order, get a
-    /// communicator, the others none. All ranks call it.
-    pub(crate) fn split(&self, members: &[u32], rank: u32) -> Result<Option<Self>> {
-        let key = members.iter().position(|member| *member == rank);
-        let (color, key) = key.map_or((NO_COLOR, 0), |key| (0, key as c_int));
-        let mut comm = ptr::null_mut();
-        let comm_split = self.nccl.functions.ncclCommSplit;
-        // SAFETY: a live communicator and a valid place; no configuration is the parent's.
-        let result = unsafe { comm_split(self.comm, color, key, &raw mut comm, ptr::null_mut()) };
-        self.check("ncclCommSplit", result)?;
-        if comm.is_null() {
-            return Ok(None);
-        }
-        Ok(Some(Self {
-            nccl: self.nccl,
-            comm,
-            stream: self.nccl.device.stream()?,
-        }))
-    }
-
-    /// `ncclAllReduce` in place.
-    pub(crate) fn all_reduce(&self, buffer: &Buffer, reduce: Reduce) -> Result<()> {
-        let (data, count) = (buffer.pointer().cast(), buffer.len());
-        let all_reduce = self.nccl.functions.ncclAllReduce;
-        // SAFETY: the buffer has `count` elements and outlives the operation (the worker synchronises before it ends).
-        let result = unsafe {
-            all_reduce(
-                data,
-                data,
-                count,
-                FLOAT32,
-                reduce as c_int,
-                self.comm,
-                self.stream,
-            )
-        };
-        self.check("ncclAllReduce", result)
-    }
-
-    /// `ncclBroadcast` in place from rank `root`.
-    pub(crate) fn broadcast(&self, buffer: &Buffer, root: u32) -> Result<()> {
-        let (data, count) = (buffer.pointer().cast(), buffer.len());
-        let broadcast = self.nccl.functions.ncclBroadcast;
-        // SAFETY: as in `all_reduce`.
-        let result = unsafe { broadcast(data, data, count, FLOAT32, root as c_int, self.comm, self.stream) };
-        self.check("ncclBroadcast", result)
-    }
-
-    /// `ncclReduceScatter` with sum: `send` holds the ranks' parts one after the other.
-    pub(crate) fn reduce_scatter(&self, send: &Buffer, receive: &Buffer) -> Result<()> {
-        let (from, to, count) = (send.pointer().cast(), receive.pointer().cast(), receive.len());
-        let reduce_scatter = self.nccl.functions.ncclReduceScatter;
-        // SAFETY: as in `all_reduce`; `send` has ranks * count elements.
-        let result = unsafe {
-            reduce_scatter(
-                from,
-                to,
-                count,
-                FLOAT32,
-                Reduce::Sum as c_int,
-                self.comm,
-                self.stream,
-            )
-        };
-        self.check("ncclReduceScatter", result)
-    }
-
-    /// `ncclAllGather`: `receive` gets the ranks' parts one after the other.
-    pub(crate) fn all_gather(&self, send: &Buffer, receive: &Buffer) -> Result<()> {
-        let (from, to, count) = (send.pointer().cast(), receive.pointer().cast(), send.len());
-        let all_gather = self.nccl.functions.ncclAllGather;
-        // SAFETY: as in `all_reduce`; `receive` has ranks * count elements.
-        let result = unsafe { all_gather(from, to, count, FLOAT32, self.comm, self.stream) };
-        self.check("ncclAllGather", result)
-    }
-
-    /// Calls in one group.
-    pub(crate) fn group(&self, calls: impl FnOnce() -> Result<()>) -> Result<()> {
-        let f = &self.nccl.functions;
-        // SAFETY: no arguments.
-        let result = unsafe { (f.ncclGroupStart)() };
-        self.check("ncclGroupStart", result)?;
-        let called = calls();
-        // SAFETY: no arguments.
-        let result = unsafe { (f.ncclGroupEnd)() };
-        called?;
-        self.check("ncclGroupEnd", result)
-    }
-
-    /// `ncclSend` to rank `to` and `ncclRecv` from rank `from` in one group.
-    pub(crate) fn exchange(&self, send: &Buffer, to: u32, receive: &Buffer, from: u32) -> Result<()> {
-        self.group(|| {
-            self.send(send, to)?;
-            self.receive(receive, from)
-        })
-    }
-
-    /// `ncclRecv` from rank `from`.
-    pub(crate) fn receive(&self, receive: &Buffer, from: u32) -> Result<()> {
-        self.receive_part(receive, 0..receive.len(), from)
-    }
-
-    /// The same into some elements of a buffer.
-    ///
-    /// # Panics
-    /// Where the buffer has no such elements.
-    pub(crate) fn receive_part(&self, receive: &Buffer, part: Range<usize>, from: u32) -> Result<()> {
-        let recv = self.nccl.functions.ncclRecv;
-        // SAFETY: as in `all_reduce`.
-        let result = unsafe {
-            recv(
-                receive.part(&part).cast(),
-                part.len(),
-                FLOAT32,
-                from as c_int,
-                self.comm,
-                self.stream,
-            )
-        };
-        self.check("ncclRecv", result)
-    }
-
-    /// `ncclSend` to rank `to`.
-    pub(crate) fn send(&self, send: &Buffer, to: u32) -> Result<()> {
-        self.send_part(send, 0..send.len(), to)
-    }
-
-    /// The same of some elements of a buffer.
-    ///
-    /// # Panics
-    /// Where the buffer has no such elements.
-    pub(crate) fn send_part(&self, send: &Buffer, part: Range<usize>, to: u32) -> Result<()> {
-        let send_to = self.nccl.functions.ncclSend;
-        // SAFETY: as in `all_reduce`.
-        let result = unsafe {
-            send_to(
-                send.part(&part).cast(),
-                part.len(),
-                FLOAT32,
-                to as c_int,
-                self.comm,
-                self.stream,
-            )
-        };
-        self.check("ncclSend", result)
-    }
-
-    /// Has the stream run `function(argument)` when it gets there.
-    ///
-    /// # Safety
-    /// `argument` must be good for `function` until the stream has been synchronised.
-    pub(crate) unsafe fn host_function(&self, function: HostFunction, argument: *mut c_void) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.nccl.device.call(self.stream, function, argument) }
-    }
-
-    /// Waits for everything on the stream.
-    pub(crate) fn synchronise(&self) -> Result<()> {
-        self.nccl.device.synchronise(self.stream)
-    }
-
-    /// Destroys the communicator and its stream.
-    pub(crate) fn destroy(self) -> Result<()> {
-        // SAFETY: live, and used no more.
-        let result = unsafe { (self.nccl.functions.ncclCommDestroy)(self.comm) };
-        self.nccl.check("ncclCommDestroy", result, ptr::null_mut())?;
-        self.nccl.device.end(self.stream)
+        unsafe { call!(self.ncclCommInitRank(&raw mut comm, ranks as c_int, id, rank as c_int)) }?;
+        Communicator::new(self, comm)
     }
 }

@@ -69,7 +69,7 @@ impl Member<'_> {
         let round = self.round;
         let receives_from = round.receives_from(self.rank);
         match receives_from {
-            Some(from) => communicator.receive(message, from),
+            Some(from) => communicator.receive(message, 0..message.len(), from),
             None => collective.call(communicator),
         }?;
         let Some(other) = round.crossed_with(self.rank).filter(|_| round.enqueues_both()) else {
@@ -77,7 +77,7 @@ impl Member<'_> {
         };
         // What it comes to first is no message from this rank, or what the other one waits for is one.
         if receives_from.is_none() || round.receives_from(other).is_some() {
-            communicator.send(message, other)?;
+            communicator.send(message, 0..message.len(), other)?;
         }
         match receives_from {
             Some(_) => collective.call(communicator),
