@@ -5,6 +5,7 @@ use std::{collections::HashMap, sync::Arc};
 use ringsight_comm_base::{
     log::GRAPH,
     process::{self, Stat},
+    sys,
 };
 
 use crate::bootstrap::{Bootstrap, Error, Result, fnv1a};
@@ -51,7 +52,7 @@ impl RankInfo {
             None => {
                 let host = process::host_name();
                 let namespace = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
-                let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+                let boot = sys::read_text("/proc/sys/kernel/random/boot_id").unwrap_or_default();
                 let identity = format!("{host} {} {}", boot.trim(), namespace.display());
                 (host, identity)
             }

@@ -7,6 +7,8 @@ use std::{
     sync::Arc,
 };
 
+use ringsight_comm_base::sys::StandardTaken;
+
 use crate::{
     device::{Context, Queue, check, set_nonblocking},
     error::{Error, Result},
@@ -93,6 +95,8 @@ impl Cq {
     /// A call of the device failed.
     pub fn new(context: &Arc<Context>, entries: u32) -> Result<Arc<Self>> {
         let lib = context.lib();
+        // The channel is a descriptor.
+        let _standard = StandardTaken::new();
         // SAFETY: an open device.
         let channel = unsafe { (lib.create_comp_channel)(context.raw()) };
         if channel.is_null() {

@@ -1,6 +1,6 @@
 //! RDMA configuration from the environment, with NCCL's names and defaults.
 
-use ringsight_failover::parse_number;
+use ringsight_comm_base::{env::parse_number, names::NameFilter};
 
 use crate::{
     choice::{Cross, Distance},
@@ -15,7 +15,7 @@ pub const MAX_QPS: usize = 16;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     /// Devices and ports that may be used: `NCCL_IB_HCA`.
-    pub devices: Filter,
+    pub devices: NameFilter,
     /// `NCCL_IB_GID_INDEX`; `None`: chosen.
     pub gid_index: Option<u8>,
     /// `NCCL_IB_ROCE_VERSION_NUM`: the preferred RoCE version of a GID.
@@ -89,7 +89,7 @@ impl GpuDirect {
 impl Default for Config {
     fn default() -> Self {
         Self {
-            devices: Filter::default(),
+            devices: NameFilter::default(),
             gid_index: None,
             roce_version: 2,
             ipv6: false,
@@ -156,7 +156,7 @@ impl Config {
         }
         let mut config = Self::default();
         if let Some(text) = lookup("NCCL_IB_HCA") {
-            config.devices = Filter::parse(&text);
+            config.devices = NameFilter::parse(&text);
         }
         if let Some(index) = number(
             "NCCL_IB_GID_INDEX",
@@ -306,108 +306,9 @@ const WITHOUT_EFFECT: [(&str, &str); 16] = [
     ("NCCL_NSOCKS_PERTHREAD", "a connection is one socket"),
 ];
 
-/// Which devices and ports may be used: the syntax of `NCCL_IB_HCA`.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Filter {
-    /// All but these (`^`).
-    exclude: bool,
-    /// Whole names, not beginnings (`=`).
-    exact: bool,
-    /// Names, and a port of each, if named. None: all devices.
-    names: Vec<(String, Option<u8>)>,
-}
-
-impl Filter {
-    /// Reads `[^][=]name[:port],…`; an empty text allows all.
-    #[must_use]
-    pub fn parse(text: &str) -> Self {
-        let text = text.trim();
-        let (exclude, text) = text.strip_prefix('^').map_or((false, text), |rest| (true, rest));
-        let (exact, text) = text.strip_prefix('=').map_or((false, text), |rest| (true, rest));
-        let names = text
-            .split(',')
-            .map(str::trim)
-            .filter(|name| !name.is_empty())
-            .map(|name| match name.rsplit_once(':') {
-                Some((device, port)) if port.parse::<u8>().is_ok() => (device.to_owned(), port.parse().ok()),
-                _ => (name.to_owned(), None),
-            })
-            .collect();
-        Self {
-            exclude,
-            exact,
-            names,
-        }
-    }
-
-    /// Whether a port of a device may be used.
-    #[must_use]
-    pub fn allows(&self, device: &str, port: u8) -> bool {
-        if self.names.is_empty() {
-            return true;
-        }
-        let named = self.names.iter().any(|(name, wanted)| {
-            let matches = if self.exact {
-                device == name
-            } else {
-                device.starts_with(name.as_str())
-            };
-            matches && wanted.is_none_or(|wanted| wanted == port)
-        });
-        named != self.exclude
-    }
-
-    /// Names of devices that it asks for and that do not stand in `known`.
-    #[must_use]
-    pub fn unknown<'a>(&'a self, known: &[&str]) -> Vec<&'a str> {
-        let matches = |name: &str, device: &str| {
-            if self.exact {
-                device == name
-            } else {
-                device.starts_with(name)
-            }
-        };
-        self.names
-            .iter()
-            .filter(|(name, _)| !self.exclude && !known.iter().any(|device| matches(name, device)))
-            .map(|(name, _)| name.as_str())
-            .collect()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn filters_are_those_of_nccl() {
-        let cases = [
-            ("", "mlx5_0", 1, true),
-            ("mlx5", "mlx5_7", 1, true),
-            ("mlx5", "hca0", 1, false),
-            ("mlx5_1", "mlx5_10", 1, true),
-            ("=mlx5_1", "mlx5_10", 1, false),
-            ("=mlx5_1,mlx5_3", "mlx5_3", 2, true),
-            ("=mlx5_1:2", "mlx5_1", 1, false),
-            ("=mlx5_1:2", "mlx5_1", 2, true),
-            ("^mlx5_1", "mlx5_10", 1, false),
-            ("^=mlx5_1", "mlx5_10", 1, true),
-            ("^=mlx5_1:1", "mlx5_1", 2, true),
-            ("^=mlx5_1:1", "mlx5_1", 1, false),
-            (" hca0 , peer0 ", "peer0", 1, true),
-            ("^", "mlx5_0", 1, true),
-        ];
-        for (filter, device, port, allowed) in cases {
-            assert_eq!(
-                Filter::parse(filter).allows(device, port),
-                allowed,
-                "{filter:?} {device}:{port}"
-            );
-        }
-        let filter = Filter::parse("=mlx5_1,mlx5_9");
-        assert_eq!(filter.unknown(&["mlx5_1", "mlx5_2"]), ["mlx5_9"]);
-        assert!(Filter::parse("^mlx5_9").unknown(&["mlx5_1"]).is_empty());
-    }
 
     #[test]
     fn numbers_out_of_range_name_their_variable() {

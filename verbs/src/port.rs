@@ -6,6 +6,8 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
+use ringsight_comm_base::sys::StandardTaken;
+
 use crate::{
     config::Config,
     device::{Context, Mtu},
@@ -185,6 +187,7 @@ impl Net {
     /// # Errors
     /// There is no library, no device, or none that the environment allows.
     pub fn new(config: Config, sys: &FilePath) -> Result<Self, NetError> {
+        let _standard = StandardTaken::new();
         let lib = sys::lib().map_err(Clone::clone)?;
         let all = sysfs::ports(sys);
         if all.is_empty() {
@@ -194,7 +197,7 @@ impl Net {
         let unknown = config.devices.unknown(&names).join(", ");
         let ports: Vec<sysfs::Port> = all
             .iter()
-            .filter(|port| config.devices.allows(&port.device, port.number))
+            .filter(|port| config.devices.allows(&port.device, Some(port.number)))
             .cloned()
             .collect();
         if ports.is_empty() {
@@ -226,6 +229,7 @@ impl Net {
     /// # Errors
     /// No port is up.
     pub fn refresh(&self) -> Result<(), NetError> {
+        let _standard = StandardTaken::new();
         let read = |known: &sysfs::Port| {
             let now = sysfs::port(&self.sys, &known.device, known.number);
             now.unwrap_or_else(|| sysfs::Port {
@@ -269,6 +273,7 @@ impl Net {
 
     /// The protection domain of a port's device, opened once, and the port as it is now.
     fn domain(&self, index: usize) -> Result<(Arc<Pd>, sysfs::Port), PortError> {
+        let _standard = StandardTaken::new();
         let ports = self.ports();
         let known = ports.get(index).ok_or(PortError::NoIndex(index))?;
         let mut domains = self.domains.lock().unwrap_or_else(PoisonError::into_inner);

@@ -10,6 +10,8 @@ use std::{
     time::Duration,
 };
 
+use ringsight_comm_base::sys::StandardTaken;
+
 use crate::device::Context;
 
 /// A descriptor that is readable from [`Waker::wake`] until [`Waker::clear`].
@@ -24,6 +26,7 @@ impl Waker {
     /// # Errors
     /// The process has no descriptor left.
     pub(crate) fn new() -> io::Result<Self> {
+        let _standard = StandardTaken::new();
         // SAFETY: a new descriptor or -1.
         let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
         if fd < 0 {

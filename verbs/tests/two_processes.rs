@@ -17,8 +17,9 @@ use std::{
 };
 
 use fabric::{Fabric, Port};
+use ringsight_comm_base::names::NameFilter;
 use ringsight_verbs::{
-    config::{Config, Filter},
+    config::Config,
     endpoint::{Control, Failover, Path, Peer, Receiver, SLOTS, Sender, Slots},
     memory::Memory,
     port::Net,
@@ -123,7 +124,7 @@ fn slots() -> (Memory, *mut u8) {
 /// A path, and what its end needs besides: it fails with it.
 fn path(device: &str, case: Case, end: (&Memory, bool), control: &Control) -> (Path, Failover) {
     let config = Config {
-        devices: Filter::parse(&format!("={device}")),
+        devices: NameFilter::parse(&format!("={device}")),
         qps: case.qps,
         split: case.split,
         ..Config::default()

@@ -3,7 +3,8 @@
 //! | module | owns |
 //! |---|---|
 //! | [`error`] | a failed call: NCCL's result code and its text |
-//! | [`mod@env`] | reading environment variables |
+//! | [`mod@env`] | reading variables: of the environment and of NCCL's configuration files |
+//! | [`names`] | lists of names of interfaces or devices |
 //! | [`log`] | log lines as NCCL writes them |
 //! | [`sync`] | locks that survive a panic, and once-only work that survives a fork |
 //! | [`fork`] | state that a forked child must not take over |
@@ -19,6 +20,7 @@ pub mod error;
 pub mod fork;
 pub mod hash;
 pub mod log;
+pub mod names;
 pub mod process;
 pub mod sync;
 pub mod sys;

@@ -1,5 +1,7 @@
 //! Processes and the host, as `/proc` shows them.
 
+use crate::sys::read_text;
+
 /// Whether a process goes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
@@ -26,13 +28,13 @@ impl Stat {
     /// Of a process of this pid namespace; `None` if there is none with that number.
     #[must_use]
     pub fn of(pid: u32) -> Option<Self> {
-        Self::parse(&std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+        Self::parse(&read_text(format!("/proc/{pid}/stat")).ok()?)
     }
 
     /// Of this process; `None` where there is no `/proc`.
     #[must_use]
     pub fn own() -> Option<Self> {
-        Self::parse(&std::fs::read_to_string("/proc/self/stat").ok()?)
+        Self::parse(&read_text("/proc/self/stat").ok()?)
     }
 
     fn parse(text: &str) -> Option<Self> {
@@ -53,7 +55,7 @@ impl Stat {
 /// Whether a debugger has taken this process, and may hold it at any time.
 #[must_use]
 pub fn is_traced() -> bool {
-    std::fs::read_to_string("/proc/self/status").is_ok_and(|status| tracer(&status) > 0)
+    read_text("/proc/self/status").is_ok_and(|status| tracer(&status) > 0)
 }
 
 /// The process that traces the one of that status; 0 for none.
@@ -66,7 +68,7 @@ fn tracer(status: &str) -> u32 {
 /// This machine's host name; "unknown" if it has none.
 #[must_use]
 pub fn host_name() -> String {
-    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let name = read_text("/proc/sys/kernel/hostname").unwrap_or_default();
     match name.trim() {
         "" => "unknown".to_owned(),
         name => name.to_owned(),

@@ -2,12 +2,19 @@
 //!
 //! `rustix` makes them, but for [`poll`]: its descriptors are numbers that do not borrow their owners, so that a loop can change its
 //! connections while it goes through the result.
+//!
+//! No descriptor of the library is 0, 1 or 2: a program whose standard output is closed writes to descriptor 1 all the same, and so does the
+//! log. Whatever makes a descriptor does it by [`above_standard`], or while it holds [`StandardTaken`].
 
 use std::{
     ffi::CStr,
-    io,
-    net::{SocketAddr, TcpStream},
+    fs::File,
+    io::{self, Read as _},
+    mem::MaybeUninit,
+    net::{SocketAddr, TcpListener, TcpStream},
     os::fd::{AsFd, AsRawFd, OwnedFd, RawFd},
+    path::Path,
+    ptr,
     sync::{
         OnceLock,
         atomic::{AtomicU64, Ordering},
@@ -40,6 +47,111 @@ pub fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     }
 }
 
+/// The first number that is no standard descriptor's.
+const FIRST: RawFd = libc::STDERR_FILENO + 1;
+
+/// While it lives, the numbers of standard descriptors that are closed are taken by `/dev/null`. What the program writes there meanwhile is lost,
+/// as it would have been.
+#[derive(Debug)]
+pub struct StandardTaken {
+    _taken: [Option<OwnedFd>; FIRST as usize],
+}
+
+impl StandardTaken {
+    /// Takes the numbers that are free. Where `/dev/null` cannot be opened some stay free.
+    #[must_use]
+    pub fn new() -> Self {
+        let mut taken = [const { None }; FIRST as usize];
+        for (number, place) in (0..).zip(&mut taken) {
+            // SAFETY: asks for a flag of a descriptor, whoever owns it.
+            if unsafe { libc::fcntl(number, libc::F_GETFD) } >= 0 {
+                continue;
+            }
+            *place = File::open("/dev/null")
+                .map(OwnedFd::from)
+                .ok()
+                .filter(|opened| opened.as_raw_fd() < FIRST);
+        }
+        Self { _taken: taken }
+    }
+}
+
+impl Default for StandardTaken {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// What `make` makes, under another number than those of the standard descriptors.
+///
+/// # Errors
+/// That of `make`, or no other number is free.
+pub fn above_standard<T: AsFd + From<OwnedFd>>(make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    let taken = StandardTaken::new();
+    let made = make()?;
+    drop(taken);
+    if made.as_fd().as_raw_fd() >= FIRST {
+        return Ok(made);
+    }
+    // Another thread has closed one meanwhile.
+    Ok(rustix::io::fcntl_dupfd_cloexec(&made, FIRST)?.into())
+}
+
+/// The text of a small file of the system, such as one below `/proc`.
+///
+/// # Errors
+/// The file cannot be read, or is no text.
+pub fn read_text(path: impl AsRef<Path>) -> io::Result<String> {
+    let mut text = String::new();
+    above_standard(|| File::open(path.as_ref()))?.read_to_string(&mut text)?;
+    Ok(text)
+}
+
+/// A listener; see [`TcpListener::bind`].
+///
+/// # Errors
+/// What the system refuses.
+pub fn bind(address: SocketAddr) -> io::Result<TcpListener> {
+    above_standard(|| TcpListener::bind(address))
+}
+
+/// The next connection of a listener; see [`TcpListener::accept`].
+///
+/// # Errors
+/// What the system says, [`WouldBlock`](io::ErrorKind::WouldBlock) among it.
+pub fn accept(listener: &TcpListener) -> io::Result<TcpStream> {
+    above_standard(|| listener.accept().map(|(stream, _)| stream))
+}
+
+/// Runs `write`, for which no signal ends the process when nobody is left who could read: the write fails instead. Sockets have a flag for that,
+/// pipes and files have none.
+pub fn without_sigpipe<R>(write: impl FnOnce() -> R) -> R {
+    let mut pipe = MaybeUninit::<libc::sigset_t>::uninit();
+    let (mut before, mut pending) = (pipe, pipe);
+    // SAFETY: the sets are filled before they are read, and there is such a signal. The mask is the calling thread's own.
+    let (pipe, was_pending) = unsafe {
+        libc::sigemptyset(pipe.as_mut_ptr());
+        libc::sigaddset(pipe.as_mut_ptr(), libc::SIGPIPE);
+        libc::sigemptyset(pending.as_mut_ptr());
+        libc::sigpending(pending.as_mut_ptr());
+        let pipe = pipe.assume_init();
+        libc::pthread_sigmask(libc::SIG_BLOCK, &raw const pipe, before.as_mut_ptr());
+        (pipe, libc::sigismember(pending.as_ptr(), libc::SIGPIPE) == 1)
+    };
+    let result = write();
+    // SAFETY: the signal is blocked, so that it is taken here and waited for no longer than no time; then the mask is as it was.
+    unsafe {
+        if !was_pending {
+            let now = MaybeUninit::<libc::timespec>::zeroed();
+            while libc::sigtimedwait(&raw const pipe, ptr::null_mut(), now.as_ptr()) < 0
+                && *libc::__errno_location() == libc::EINTR
+            {}
+        }
+        libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), ptr::null_mut());
+    }
+    result
+}
+
 /// A zeroed memfd of `bytes` bytes, sealed: no process that has it can shrink it, which would kill the others at their next
 /// access. It does not count against the size of `/dev/shm`.
 ///
@@ -53,7 +165,8 @@ pub fn sealed_memfd(name: &CStr, bytes: usize) -> io::Result<OwnedFd> {
     {
         return Err(Errno::FBIG.into());
     }
-    let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let fd = above_standard(|| Ok(rustix::fs::memfd_create(name, flags)?))?;
     rustix::fs::ftruncate(&fd, bytes as u64)?;
     rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
     Ok(fd)
@@ -100,7 +213,8 @@ impl Wake {
     /// # Errors
     /// When the system has no descriptor left.
     pub fn new() -> io::Result<Self> {
-        Ok(Self(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        above_standard(|| Ok(eventfd(0, flags)?)).map(Self)
     }
 
     /// Ends the present or the next poll. Cannot fail: a counter at its limit is signalled already.
@@ -140,14 +254,14 @@ pub fn poll(fds: &mut [libc::pollfd], timeout: Option<Duration>) -> io::Result<u
         tv_sec: timeout.as_secs().min(1 << 30) as libc::time_t,
         tv_nsec: timeout.subsec_nanos().into(),
     });
-    let time = time.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+    let time = time.as_ref().map_or(ptr::null(), ptr::from_ref);
     // SAFETY: `fds` is writable for its length, `time` is null or points to a timespec, and there is no signal mask.
     let ready = unsafe {
         libc::ppoll(
             fds.as_mut_ptr(),
             fds.len() as libc::nfds_t,
             time,
-            std::ptr::null(),
+            ptr::null(),
         )
     };
     match check(ready) {
@@ -178,7 +292,8 @@ pub fn connect_start(address: &SocketAddr) -> io::Result<TcpStream> {
         SocketAddr::V6(_) => AddressFamily::INET6,
     };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let stream = TcpStream::from(rustix::net::socket_with(family, SocketType::STREAM, flags, None)?);
+    let socket = above_standard(|| Ok(rustix::net::socket_with(family, SocketType::STREAM, flags, None)?))?;
+    let stream = TcpStream::from(socket);
     match rustix::net::connect(&stream, address) {
         Ok(()) | Err(Errno::INPROGRESS) => {}
         Err(error) => return Err(error.into()),

@@ -11,10 +11,11 @@ use ringsight_kernels::AbortWord;
 use super::{
     Bootstrap, Error, Result, fnv1a,
     frame::{Frame, MAX_MESSAGE, join_parts, split_parts},
-    id::{decode_address, encode_address},
+    id::{decode_address, encode_address, on_link_of},
     listen_at,
     shared::{Class, Wait},
     sys, system,
+    wire::printable,
 };
 
 /// Tags with this bit are hashes of who gathers; the others count the calls of all ranks.
@@ -85,7 +86,7 @@ impl Bootstrap {
         timeout: Duration,
     ) -> Result<Self> {
         let rank = self.check_members(members)?;
-        let listener = listen_at((self.local_ip, 0).into())?;
+        let listener = listen_at(self.local)?;
         let address = listener.local_addr().map_err(system("asking for the port"))?;
         let part = sys::random_u64().map_err(system("drawing a random secret"))?;
         let mine = [&encode_address(&address)[..], &part.to_le_bytes()].concat();
@@ -100,7 +101,8 @@ impl Bootstrap {
             .iter()
             .map(|part| {
                 let (address, secret) = part.split_first_chunk::<24>()?;
-                decode_address(address).filter(|_| secret.len() == 8)
+                let address = decode_address(address).filter(|_| secret.len() == 8)?;
+                Some(on_link_of(&self.local, address))
             })
             .collect();
         let table = table.ok_or_else(|| Error::Protocol("a rank gives no address for the child".into()))?;
@@ -108,7 +110,7 @@ impl Bootstrap {
         Self::open(
             (rank, fnv1a(&secret), table),
             listener,
-            self.local_ip,
+            self.local,
             abort,
             timeout,
         )
@@ -220,9 +222,7 @@ impl Gather<'_> {
                 message.remove(0);
                 Ok(message)
             }
-            Some(&FAILED) => Err(Error::TimedOut(
-                String::from_utf8_lossy(&message[1..]).into_owned(),
-            )),
+            Some(&FAILED) => Err(Error::TimedOut(printable(&message[1..]))),
             _ => Err(Error::Protocol(format!(
                 "rank {} sent something else than its part",
                 self.members[place]

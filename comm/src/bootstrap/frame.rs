@@ -1,13 +1,11 @@
 //! Messages between ranks, and the parsers that refuse everything else.
 
-use super::wire::word;
+use super::wire::{MAX_TEXT, printable, word};
 
 /// Longest message between two ranks, bytes.
 pub(super) const MAX_MESSAGE: usize = 64 << 20;
 /// Longest control message, bytes.
 pub(super) const MAX_CONTROL: usize = 1 << 20;
-/// Longest text about a rank, bytes.
-const MAX_TEXT: usize = 4096;
 
 /// What ranks tell each other over a connection: kind u32 | length of the payload u32 | tag u64 | payload.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -73,28 +71,33 @@ impl Frame {
     }
 
     /// `None` for a kind or a tag that does not exist.
-    fn decode(kind: u32, tag: u64, data: Vec<u8>) -> Option<Self> {
+    fn decode(kind: u32, tag: u64, data: &[u8]) -> Option<Self> {
         let (low, high) = (tag as u32, (tag >> 32) as u32);
-        let text = |data: &[u8]| String::from_utf8_lossy(data).into_owned();
         Some(match (kind, tag) {
-            (1, tag) => Self::Data { tag, data },
-            (2, tag) => Self::Gather { tag, data },
-            (3, 0) => Self::Control { data },
+            (1, tag) => Self::Data {
+                tag,
+                data: data.to_vec(),
+            },
+            (2, tag) => Self::Gather {
+                tag,
+                data: data.to_vec(),
+            },
+            (3, 0) => Self::Control { data: data.to_vec() },
             (4, _) => Self::Spread {
                 from: low,
                 number: high,
-                data,
+                data: data.to_vec(),
             },
             (5, _) if high <= 1 => Self::Gone {
                 rank: low,
                 died: high == 1,
-                text: text(&data),
+                text: printable(data),
             },
             (6, 0..4) if data.is_empty() => Self::Goodbye {
                 aborted: tag & 1 != 0,
                 elsewhere: tag & 2 != 0,
             },
-            (7, 0) => Self::Refused { text: text(&data) },
+            (7, 0) => Self::Refused { text: printable(data) },
             _ => return None,
         })
     }
@@ -114,10 +117,21 @@ impl Frame {
 #[derive(Debug, Default)]
 pub(super) struct FrameReader {
     bytes: Vec<u8>,
+    /// How many of them have been read.
+    read: usize,
 }
 
 impl FrameReader {
+    /// Room that is kept for the next pieces, in bytes.
+    const KEPT: usize = 64 << 10;
+
     pub(super) fn push(&mut self, bytes: &[u8]) {
+        // What was read is moved over once for a piece, not once for each frame in it.
+        self.bytes.drain(..self.read);
+        self.read = 0;
+        if self.bytes.capacity() > Self::KEPT.max(2 * self.bytes.len()) {
+            self.bytes.shrink_to(Self::KEPT);
+        }
         self.bytes.extend_from_slice(bytes);
     }
 
@@ -126,7 +140,8 @@ impl FrameReader {
     /// # Errors
     /// A text, for a frame that does not exist or is too long.
     pub(super) fn next(&mut self) -> Result<Option<Frame>, String> {
-        let Some((header, _)) = self.bytes.split_first_chunk::<FRAME_HEADER>() else {
+        let rest = &self.bytes[self.read..];
+        let Some((header, rest)) = rest.split_first_chunk::<FRAME_HEADER>() else {
             return Ok(None);
         };
         let [a, b, c, d, e, f, g, h, tag @ ..] = *header;
@@ -139,13 +154,12 @@ impl FrameReader {
                 "a message of kind {kind} with {length} bytes (limit {limit})"
             ));
         }
-        if self.bytes.len() < FRAME_HEADER + length {
+        let Some(data) = rest.get(..length) else {
             return Ok(None);
-        }
-        let rest = self.bytes.split_off(FRAME_HEADER + length);
-        let mut data = std::mem::replace(&mut self.bytes, rest);
-        data.drain(..FRAME_HEADER);
-        Frame::decode(kind, tag, data)
+        };
+        let frame = Frame::decode(kind, tag, data);
+        self.read += FRAME_HEADER + length;
+        frame
             .map(Some)
             .ok_or_else(|| format!("a message of unknown kind {kind} (tag {tag:#x})"))
     }
@@ -191,14 +205,14 @@ mod tests {
                 number,
                 data
             }),
-            (any::<u32>(), any::<bool>(), ".{0,20}").prop_map(|(rank, died, text)| Frame::Gone {
+            (any::<u32>(), any::<bool>(), "\\PC{0,20}").prop_map(|(rank, died, text)| Frame::Gone {
                 rank,
                 died,
                 text
             }),
             (any::<bool>(), any::<bool>())
                 .prop_map(|(aborted, elsewhere)| Frame::Goodbye { aborted, elsewhere }),
-            ".{0,20}".prop_map(|text| Frame::Refused { text }),
+            "\\PC{0,20}".prop_map(|text| Frame::Refused { text }),
         ]
     }
 
@@ -235,6 +249,48 @@ mod tests {
             reader.push(&likely);
             while let Ok(Some(_)) = reader.next() {}
         }
+    }
+
+    #[test]
+    fn short_messages_hold_no_more_memory_than_they_need() {
+        let data = Frame::Data {
+            tag: 0,
+            data: vec![7],
+        };
+        let mut reader = FrameReader::default();
+        let mut held = 0;
+        // As the service reads: 16 KiB at once.
+        for piece in data.encode().repeat(4096).chunks(16 << 10) {
+            reader.push(piece);
+            while let Some(frame) = reader.next().unwrap() {
+                let Frame::Data { data, .. } = frame else {
+                    panic!("{frame:?}");
+                };
+                held += data.capacity();
+            }
+        }
+        assert!(held <= 4096 * 64, "{held} bytes for 4096 messages of one byte");
+        // After a long one the room for it is given back.
+        let long = Frame::Control {
+            data: vec![7; MAX_CONTROL],
+        };
+        reader.push(&long.encode());
+        assert_eq!(reader.next(), Ok(Some(long)));
+        reader.push(&[]);
+        assert!(reader.bytes.capacity() <= 2 * FrameReader::KEPT, "{}", reader.bytes.capacity());
+    }
+
+    #[test]
+    fn a_text_of_a_peer_moves_no_cursor_and_begins_no_line() {
+        let text = "\u{1b}[2J\nhost:1:1 [0] NCCL WARN of somebody else\r\u{9b}";
+        let refused = Frame::Refused { text: text.into() };
+        let mut reader = FrameReader::default();
+        reader.push(&refused.encode());
+        let Ok(Some(Frame::Refused { text })) = reader.next() else {
+            panic!("a refusal is read");
+        };
+        assert!(!text.chars().any(char::is_control), "{text:?}");
+        assert!(text.starts_with("\\u{1b}[2J\\nhost"), "{text}");
     }
 
     #[test]

@@ -36,8 +36,20 @@ struct Outbox {
 }
 
 impl Outbox {
+    /// Bytes that are kept although the system has taken them, so that not every write moves those behind them.
+    const SLACK: usize = 1 << 20;
+
     fn taken(&self) -> u64 {
         self.before + self.taken as u64
+    }
+
+    /// Forgets what the system has taken, which a slow reader may never be done with.
+    fn forget_taken(&mut self) {
+        if self.taken > Self::SLACK.max(self.bytes.len() / 2) {
+            self.bytes.drain(..self.taken);
+            self.before += self.taken as u64;
+            self.taken = 0;
+        }
     }
 }
 
@@ -86,6 +98,7 @@ impl Link {
     /// Queues `parts` as one piece; the position in the stream behind it, for [`Link::flush`].
     pub(super) fn push(&self, parts: &[&[u8]]) -> u64 {
         let mut out = self.out();
+        out.forget_taken();
         for part in parts {
             out.bytes.extend_from_slice(part);
         }
@@ -115,10 +128,15 @@ impl Link {
         Ok(out.before)
     }
 
+    /// How many bytes wait for the system.
+    pub(super) fn unsent(&self) -> usize {
+        let out = self.out();
+        out.bytes.len() - out.taken
+    }
+
     /// Whether bytes wait for the system.
     pub(super) fn has_unsent(&self) -> bool {
-        let out = self.out();
-        out.taken < out.bytes.len()
+        self.unsent() > 0
     }
 
     /// Whether the other end is known to have taken it. The system makes connections before a process accepts them: one that
@@ -147,5 +165,39 @@ impl Link {
 impl AsRawFd for Link {
     fn as_raw_fd(&self) -> RawFd {
         self.stream.as_raw_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    #[test]
+    fn what_a_slow_reader_has_taken_is_not_kept() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let link = Link::open(1, &listener.local_addr().unwrap(), b"hello").unwrap();
+        let (mut reader, _) = listener.accept().unwrap();
+        reader.read_exact(&mut [0; 5]).unwrap();
+        let piece = vec![7; 4 << 20];
+        let mut read = vec![0; piece.len()];
+        // As many bytes wait as the system does not take: never none.
+        let mut end = link.push(&[&piece, &piece, &piece]);
+        for _ in 0..16 {
+            end = link.push(&[&piece]);
+            let begun = link.flush().unwrap();
+            assert!(begun < end);
+            let mut got = 0;
+            while got < read.len() {
+                got += reader.read(&mut read[got..]).unwrap();
+                link.flush().unwrap();
+            }
+            assert!(read.iter().all(|byte| *byte == 7));
+        }
+        let kept = link.out().bytes.len();
+        assert!(kept <= 8 * piece.len(), "{kept} bytes");
+        assert!(link.unsent() > 0 && link.unsent() <= kept);
+        assert_eq!(end, 5 + 19 * piece.len() as u64);
     }
 }

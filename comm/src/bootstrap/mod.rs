@@ -22,7 +22,7 @@ pub(crate) mod unix;
 pub(crate) mod wire;
 
 use std::{
-    net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs},
+    net::{IpAddr, Ipv6Addr, SocketAddr, SocketAddrV6, TcpListener, ToSocketAddrs},
     sync::{Arc, Mutex},
     thread::{self, JoinHandle},
     time::Duration,
@@ -133,12 +133,10 @@ pub fn create_root() -> Result<UniqueId> {
 fn fixed_id(text: &str) -> Result<UniqueId> {
     let invalid = |why: &str| {
         Error::InvalidArgument(format!(
-            "NCCL_COMM_ID={text}: {why}; expected host:port, [address]:port for IPv6"
+            "NCCL_COMM_ID={text}: {why}; expected host:port, [address]:port for IPv6, [address%interface]:port where it is link-local"
         ))
     };
-    let found = text
-        .to_socket_addrs()
-        .map_err(|error| invalid(&error.to_string()))?;
+    let (found, name) = comm_id_addresses(text).map_err(|why| invalid(&why))?;
     // A host may have addresses of both families.
     let mut wanted = Vec::new();
     for address in found {
@@ -154,9 +152,50 @@ fn fixed_id(text: &str) -> Result<UniqueId> {
     }
     Ok(UniqueId {
         address,
-        cookie: fnv1a(text.as_bytes()),
+        name: fnv1a(&[b"name", name.as_bytes()].concat()),
+        cookie: fnv1a(name.as_bytes()),
         fixed: true,
     })
+}
+
+/// The addresses that a text of `NCCL_COMM_ID` stands for, and the text without the scope, which is another one on each host.
+fn comm_id_addresses(text: &str) -> std::result::Result<(Vec<SocketAddr>, String), String> {
+    let bracketed = text.strip_prefix('[').and_then(|rest| rest.split_once("]:"));
+    let Some((address, port)) = bracketed else {
+        let found = text.to_socket_addrs().map_err(|error| error.to_string())?;
+        return Ok((found.collect(), text.to_owned()));
+    };
+    let (address, scope) = match address.split_once('%') {
+        Some((address, scope)) => (address, Some(scope)),
+        None => (address, None),
+    };
+    let ip: Ipv6Addr = address.parse().map_err(|_| format!("{address} is no IPv6 address"))?;
+    let port: u16 = port.parse().map_err(|_| format!("{port} is no port"))?;
+    let index = match scope {
+        Some(scope) => interface::index_of(scope).ok_or_else(|| format!("there is no interface {scope}"))?,
+        None if ip.is_unicast_link_local() => {
+            return Err(format!("{address} is link-local, and names no interface"));
+        }
+        None => 0,
+    };
+    let address = SocketAddrV6::new(ip, port, 0, index).into();
+    Ok((vec![address], format!("[{ip}]:{port}")))
+}
+
+/// The id as this host reaches its root. One that names a link-local address may have been made on another host, where the interface has
+/// another number: `NCCL_COMM_ID` says here which one it is.
+fn on_this_host(id: &UniqueId) -> UniqueId {
+    let is_link_local = matches!(id.address.ip(), IpAddr::V6(ip) if ip.is_unicast_link_local());
+    if !is_link_local {
+        return *id;
+    }
+    let own = crate::env::text("NCCL_COMM_ID").and_then(|text| comm_id_addresses(&text).ok());
+    let same = |address: &SocketAddr| address.ip() == id.address.ip() && address.port() == id.address.port();
+    let address = own.and_then(|(found, _)| found.into_iter().find(same));
+    UniqueId {
+        address: address.unwrap_or(id.address),
+        ..*id
+    }
 }
 
 fn system(what: &str) -> impl FnOnce(std::io::Error) -> Error {
@@ -183,7 +222,8 @@ pub type OnLost = Arc<dyn Fn(u32, &str) + Send + Sync>;
 /// every connection; ranks that still wait for this one get an error.
 pub struct Bootstrap {
     shared: Arc<Shared>,
-    local_ip: IpAddr,
+    /// With port 0.
+    local: SocketAddr,
     /// Collective calls so far; locked for the length of one, so that all ranks count them alike.
     collectives: Mutex<u64>,
     service: Option<JoinHandle<()>>,
@@ -221,14 +261,14 @@ impl Bootstrap {
         sys::raise_descriptor_limit();
         let joined = rendezvous::join(ids, rank, ranks, &abort, timeout)?;
         let ours = (rank, joined.cookie, joined.table);
-        Self::open(ours, joined.listener, joined.local_ip, abort, timeout)
+        Self::open(ours, joined.listener, joined.local, abort, timeout)
     }
 
     /// The rank's end of a network whose table (rank, secret, addresses) is known.
     fn open(
         ours: (u32, u64, Vec<SocketAddr>),
         listener: TcpListener,
-        local_ip: IpAddr,
+        local: SocketAddr,
         abort: Arc<AbortWord>,
         timeout: Duration,
     ) -> Result<Self> {
@@ -243,7 +283,7 @@ impl Bootstrap {
             .map_err(system("starting the bootstrap thread"))?;
         Ok(Self {
             shared,
-            local_ip,
+            local,
             collectives: Mutex::default(),
             service: Some(service),
         })
@@ -267,10 +307,10 @@ impl Bootstrap {
         self.shared.cookie
     }
 
-    /// Address by which other ranks reach this one.
+    /// Address by which other ranks reach this one, with port 0.
     #[must_use]
-    pub fn local_ip(&self) -> IpAddr {
-        self.local_ip
+    pub fn local_address(&self) -> SocketAddr {
+        self.local
     }
 
     /// Sends a message; returns when the system has taken it. Messages of one (peer, tag) arrive in order.
@@ -385,7 +425,7 @@ fn check_control(data: &[u8]) -> Result<()> {
 /// connection and the other end tries again only after a second.
 fn listen_at(address: SocketAddr) -> Result<TcpListener> {
     let listening = || format!("listening on {address}");
-    let listener = TcpListener::bind(address).map_err(system(&listening()))?;
+    let listener = sys::bind(address).map_err(system(&listening()))?;
     sys::deepen_queue(&listener).map_err(system(&listening()))?;
     listener.set_nonblocking(true).map_err(system(&listening()))?;
     Ok(listener)

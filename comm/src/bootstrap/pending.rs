@@ -76,8 +76,8 @@ impl Undecided {
     /// process is out of descriptors: poll the listener later again.
     pub(crate) fn accept(&mut self, listener: &TcpListener) -> bool {
         for _ in 0..BATCH {
-            match listener.accept() {
-                Ok((stream, _)) => {
+            match sys::accept(listener) {
+                Ok(stream) => {
                     if stream.set_nonblocking(true).is_ok() && stream.set_nodelay(true).is_ok() {
                         if self.list.len() >= LIMIT {
                             self.list.remove(0);

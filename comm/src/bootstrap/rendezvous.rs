@@ -2,7 +2,7 @@
 
 use std::{
     io::{self, Read, Write},
-    net::{IpAddr, SocketAddr, TcpListener, TcpStream},
+    net::{SocketAddr, TcpListener, TcpStream},
     thread,
     time::{Duration, Instant},
 };
@@ -10,7 +10,9 @@ use std::{
 use ringsight_kernels::AbortWord;
 
 use super::{
-    Error, Result, UniqueId, fnv1a, interface, listen_at, root, sys, system,
+    Error, Result, UniqueId, fnv1a,
+    id::on_link_of,
+    interface, listen_at, on_this_host, root, sys, system,
     wire::{Answer, GaveUp, Hello, Joining, MAX_RANKS},
 };
 use crate::observe;
@@ -41,7 +43,8 @@ pub(super) struct Joined {
     /// Where each rank listens.
     pub(super) table: Vec<SocketAddr>,
     pub(super) listener: TcpListener,
-    pub(super) local_ip: IpAddr,
+    /// Where this rank is reached, with port 0.
+    pub(super) local: SocketAddr,
 }
 
 /// Takes part as `rank` of `ranks`. When that fails, the ranks whose root is in this process have heard of it.
@@ -52,6 +55,7 @@ pub(super) fn join(
     abort: &AbortWord,
     timeout: Duration,
 ) -> Result<Joined> {
+    let ids = &ids.iter().map(on_this_host).collect::<Vec<_>>();
     // Our connection is closed then, and the root sees that we are gone.
     try_join(ids, rank, ranks, abort, timeout).inspect_err(|_| root::settle(ids))
 }
@@ -81,7 +85,10 @@ fn try_join(ids: &[UniqueId], rank: u32, ranks: u32, abort: &AbortWord, timeout:
     if id.fixed && is_first && !root::resume(id.address, id.cookie) {
         root::serve(listen_fixed(id.address, abort)?, id.cookie)?;
     }
-    let all: Vec<u8> = ids.iter().flat_map(UniqueId::to_bytes).collect();
+    let all: Vec<u8> = ids
+        .iter()
+        .flat_map(|id| UniqueId::public_part(&id.to_bytes()))
+        .collect();
     let mut listening: Option<(TcpListener, SocketAddr)> = None;
     loop {
         let stream = reach_root(&id, abort, deadline)?;
@@ -101,7 +108,7 @@ fn try_join(ids: &[UniqueId], rank: u32, ranks: u32, abort: &AbortWord, timeout:
         // A broken connection shows when it is read.
         let _ = (&stream).write_all(&hello.encode(id.cookie));
         let mut news = None;
-        let table = match read_answer(&stream, &id, abort, deadline, &mut news)? {
+        let (secret, addresses) = match read_answer(&stream, &id, abort, deadline, &mut news)? {
             None if let Some(news) = &news => {
                 return Err(Error::Protocol(format!(
                     "the root at {} ended while this rank waited: the process that made the unique id is gone{news}",
@@ -114,11 +121,11 @@ fn try_join(ids: &[UniqueId], rank: u32, ranks: u32, abort: &AbortWord, timeout:
                 thread::sleep(sys::ABORT_CHECK);
                 continue;
             }
-            Some(Answer::Table(table)) if table.len() == ranks as usize => table,
-            Some(Answer::Table(table)) => {
+            Some(Answer::Table { secret, addresses }) if addresses.len() == ranks as usize => (secret, addresses),
+            Some(Answer::Table { addresses, .. }) => {
                 return Err(Error::Protocol(format!(
                     "the root knows {} ranks, we {ranks}",
-                    table.len()
+                    addresses.len()
                 )));
             }
             Some(Answer::Missing(gave_up)) => {
@@ -152,17 +159,18 @@ fn try_join(ids: &[UniqueId], rank: u32, ranks: u32, abort: &AbortWord, timeout:
         let Some((listener, address)) = listening else {
             continue; // made before the hello
         };
-        let cookie = if ids.len() == 1 {
-            main.cookie
-        } else {
-            let cookies: Vec<u8> = ids.iter().flat_map(|id| id.cookie.to_le_bytes()).collect();
-            fnv1a(&cookies)
-        };
+        let secrets = ids.iter().map(|id| id.cookie).chain([secret]);
+        let secrets: Vec<u8> = secrets.flat_map(u64::to_le_bytes).collect();
+        let mut local = address;
+        local.set_port(0);
         return Ok(Joined {
-            cookie,
-            table,
+            cookie: fnv1a(&secrets),
+            table: addresses
+                .into_iter()
+                .map(|address| on_link_of(&local, address))
+                .collect(),
             listener,
-            local_ip: address.ip(),
+            local,
         });
     }
 }
@@ -186,14 +194,14 @@ fn listen_fixed(address: SocketAddr, abort: &AbortWord) -> Result<TcpListener> {
 
 /// Listens for other ranks: they reach us the way the root does, unless the user names an interface.
 fn listen_beside(stream: &TcpStream) -> Result<(TcpListener, SocketAddr)> {
-    let ip = match interface::requested()? {
+    let mut address = match interface::requested()? {
         Some(interface) => interface.address,
         None => stream
             .local_addr()
             .map_err(system("asking for the local address"))?,
-    }
-    .ip();
-    let listener = listen_at((ip, 0).into())?;
+    };
+    address.set_port(0);
+    let listener = listen_at(address)?;
     let address = listener.local_addr().map_err(system("asking for the port"))?;
     Ok((listener, address))
 }

@@ -301,7 +301,7 @@ impl Root {
                 return false;
             };
             bytes.drain(..DOWNWARD_HEADER + whole);
-            let is_table = matches!(answer, Answer::Table(_));
+            let is_table = matches!(answer, Answer::Table { .. });
             for by in self.ranks_of(cookie, |joining| rank == EVERYONE || joining.rank == rank) {
                 self.answer(by, None, &answer);
             }

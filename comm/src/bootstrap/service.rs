@@ -19,6 +19,9 @@ use super::{
 
 /// Pause of the listener when the process has no descriptor left.
 const STARVED_PAUSE: Duration = Duration::from_millis(20);
+/// Connections that a rank may have opened to this one. Two ranks that connect at the same time have two; a rank that connects again
+/// after the other has noticed the end of a connection has one more.
+const MAX_LINKS: usize = 8;
 /// Bytes that one read takes.
 const PIECE: usize = 16 << 10;
 
@@ -66,10 +69,13 @@ impl Shared {
     fn welcome(&self, stream: ParentOnly<TcpStream>, bytes: &[u8]) -> Option<Arc<Link>> {
         let text = match Hello::parse(bytes) {
             Ok((cookie, Hello::Peer { from, to })) if cookie == self.cookie => {
-                if to == self.rank && from != self.rank && (from as usize) < self.table.len() {
+                if to != self.rank || from == self.rank || from as usize >= self.table.len() {
+                    format!("this is rank {}, and not rank {to} of rank {from}", self.rank)
+                } else if self.links_of(from) >= MAX_LINKS {
+                    format!("rank {from} has {MAX_LINKS} connections to rank {to} already")
+                } else {
                     return Some(Arc::new(Link::accepted(from, stream)));
                 }
-                format!("this is rank {}, and not rank {to} of rank {from}", self.rank)
             }
             Ok(_) => format!("this is rank {} of another communicator", self.rank),
             Err(stranger) => stranger.text(),

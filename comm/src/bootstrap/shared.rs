@@ -22,7 +22,7 @@ use spread::Seen;
 
 use super::{
     Error, OnControl, OnLost, Result,
-    frame::Frame,
+    frame::{Frame, MAX_MESSAGE},
     link::Link,
     sys::{self, Wake},
     system,
@@ -31,6 +31,13 @@ use super::{
 
 /// How long a rank may be silent that no connection would tell of.
 const SILENCE: Duration = Duration::from_millis(250);
+
+/// How many bytes of memory a rank's messages may take until somebody receives them.
+const MAX_HELD: usize = 2 * MAX_MESSAGE;
+/// What a message takes besides its bytes, about.
+const MESSAGE_OVERHEAD: usize = 128;
+/// How many bytes may wait for a rank that reads nothing. Control messages beyond it are not sent.
+const MAX_UNSENT: usize = 64 << 20;
 
 /// What the service thread and the callers share.
 pub(super) struct Shared {
@@ -66,6 +73,8 @@ pub(super) struct Wait<'a> {
 #[derive(Default)]
 pub(super) struct State {
     inbox: HashMap<(u32, Class, u64), VecDeque<Vec<u8>>>,
+    /// Of each rank, how many bytes of memory its messages in `inbox` take.
+    held: HashMap<u32, usize>,
     /// The connection by which messages to a peer go.
     outs: HashMap<u32, Arc<Link>>,
     /// All connections.
@@ -79,6 +88,8 @@ pub(super) struct State {
     heal: bool,
     on_control: Option<OnControl>,
     controls: VecDeque<(u32, Vec<u8>)>,
+    /// How many bytes these have.
+    control_bytes: usize,
     on_lost: Option<OnLost>,
     losses: VecDeque<(u32, String)>,
     /// Messages that we have spread.
@@ -172,10 +183,7 @@ impl Shared {
 
     /// A message of ours to ourselves.
     pub(super) fn keep(&self, class: Class, tag: u64, data: Vec<u8>) {
-        let mut state = self.state();
-        let queue = state.inbox.entry((self.rank, class, tag)).or_default();
-        queue.push_back(data);
-        drop(state);
+        self.state().hold(self.rank, class, tag, data);
         self.arrived.notify_all();
     }
 
@@ -247,14 +255,8 @@ impl Shared {
         let deadline = begin + wait.timeout + wait.grace;
         let mut state = self.state();
         loop {
-            if let Some(queue) = state.inbox.get_mut(&(peer, class, tag)) {
-                let message = queue.pop_front();
-                if queue.is_empty() {
-                    state.inbox.remove(&(peer, class, tag));
-                }
-                if let Some(message) = message {
-                    return Ok(message);
-                }
+            if let Some(message) = state.next(peer, class, tag) {
+                return Ok(message);
             }
             if wait.abort.is_set() {
                 return Err(Error::Aborted(format!("waiting for rank {peer}")));
@@ -322,11 +324,20 @@ impl Shared {
         Error::PeerLost { rank, text }
     }
 
+    /// How many connections there are with a rank.
+    pub(super) fn links_of(&self, peer: u32) -> usize {
+        let state = self.state();
+        state.links.iter().filter(|link| link.peer == peer).count()
+    }
+
     /// Queues a frame on every connection but `except`.
     fn tell_all(&self, state: &State, frame: &Frame, except: Option<&Arc<Link>>) {
         let bytes = frame.encode();
+        let is_control = matches!(frame, Frame::Spread { .. });
         for link in &state.links {
-            if except.is_none_or(|except| !Arc::ptr_eq(link, except)) {
+            // Who is stopped hears of deaths when it goes on, and of what else was said it misses the rest.
+            let is_full = is_control && link.unsent() > MAX_UNSENT;
+            if !is_full && except.is_none_or(|except| !Arc::ptr_eq(link, except)) {
                 link.push(&[&bytes]);
                 // A broken connection is the service's to notice.
                 let _ = link.flush();
@@ -348,11 +359,15 @@ impl Shared {
     /// Sends a control message; does not block.
     pub(super) fn post_control(&self, peer: u32, data: &[u8]) -> Result<()> {
         if peer == self.rank {
-            self.state().controls.push_back((peer, data.to_vec()));
+            self.state().control(peer, data.to_vec());
             self.wake.wake();
             return Ok(());
         }
         let link = self.link(peer)?;
+        if link.unsent() > MAX_UNSENT {
+            let text = format!("rank {peer} reads nothing: more than {MAX_UNSENT} bytes wait for it");
+            return Err(Error::TimedOut(text));
+        }
         let frame = Frame::Control { data: Vec::new() };
         link.push(&[&frame.header(data.len()), data]);
         // A broken connection is the service's to notice.
@@ -421,5 +436,71 @@ impl Shared {
     pub(super) fn stop(&self) {
         self.state().stop = true;
         self.wake.wake();
+    }
+}
+
+impl State {
+    /// Keeps a message until somebody receives it. Returns whether its rank may go on sending.
+    fn hold(&mut self, from: u32, class: Class, tag: u64, data: Vec<u8>) -> bool {
+        let held = self.held.entry(from).or_default();
+        *held += MESSAGE_OVERHEAD + data.len();
+        let is_fine = *held <= MAX_HELD;
+        self.inbox.entry((from, class, tag)).or_default().push_back(data);
+        is_fine
+    }
+
+    /// Takes the oldest message that is kept.
+    fn next(&mut self, from: u32, class: Class, tag: u64) -> Option<Vec<u8>> {
+        let key = (from, class, tag);
+        let queue = self.inbox.get_mut(&key)?;
+        let message = queue.pop_front();
+        if queue.is_empty() {
+            self.inbox.remove(&key);
+        }
+        let message = message?;
+        if let Some(held) = self.held.get_mut(&from) {
+            *held -= MESSAGE_OVERHEAD + message.len();
+        }
+        Some(message)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_that_nobody_receives_are_bounded_for_each_rank() {
+        let mut state = State::default();
+        // Zeros take no memory before they are written.
+        let long = || vec![0; MAX_MESSAGE - MESSAGE_OVERHEAD];
+        assert!(state.hold(1, Class::Message, 7, long()));
+        assert!(state.hold(1, Class::Gather, 8, long()));
+        assert!(!state.hold(1, Class::Message, 9, vec![0]), "a byte too many");
+        assert!(state.hold(2, Class::Message, 7, long()), "another rank");
+        assert_eq!(state.next(1, Class::Message, 7).map(|data| data.len()), Some(long().len()));
+        assert!(state.hold(1, Class::Message, 7, Vec::new()));
+        assert_eq!(state.next(1, Class::Message, 6), None);
+        for (class, tag) in [(Class::Gather, 8), (Class::Message, 9), (Class::Message, 7)] {
+            assert!(state.next(1, class, tag).is_some());
+        }
+        assert_eq!((state.held[&1], state.inbox.len()), (0, 1));
+    }
+
+    #[test]
+    fn control_messages_that_nobody_takes_are_bounded() {
+        let mut state = State::default();
+        for number in 0..100 {
+            state.control(number, vec![0; super::super::frame::MAX_CONTROL]);
+        }
+        assert!(state.control_bytes <= 64 << 20, "{}", state.control_bytes);
+        assert_eq!(state.controls.len(), state.control_bytes >> 20);
+        assert_eq!(state.controls.back().map(|(from, _)| *from), Some(99), "the latest stays");
+        for number in 0..10_000 {
+            state.control(number, Vec::new());
+        }
+        assert_eq!(state.controls.len(), 4096);
+        while state.next_control().is_some() {}
+        assert_eq!(state.control_bytes, 0);
     }
 }

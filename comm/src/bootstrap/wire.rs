@@ -234,8 +234,8 @@ pub(super) struct GaveUp {
 /// The root's answer to a rank: kind u32 | length u32 | payload.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Answer {
-    /// Everyone is there: every rank's address, in rank order.
-    Table(Vec<SocketAddr>),
+    /// Everyone is there: a secret u64 | every rank's address, in rank order.
+    Table { secret: u64, addresses: Vec<SocketAddr> },
     /// A rank's time is up, and so is yours.
     Missing(GaveUp),
     /// Not an answer yet: so many ranks are missing, the first [`NAMED`] of which are these.
@@ -254,7 +254,11 @@ pub(super) const ANSWER_HEADER: usize = 8;
 impl Answer {
     pub(super) fn encode(&self) -> Vec<u8> {
         let (kind, payload): (u32, Vec<u8>) = match self {
-            Self::Table(table) => (1, table.iter().flat_map(encode_address).collect()),
+            Self::Table { secret, addresses } => {
+                let mut payload = secret.to_le_bytes().to_vec();
+                payload.extend(addresses.iter().flat_map(encode_address));
+                (1, payload)
+            }
             Self::Missing(gave_up) => {
                 let head = [gave_up.waiter, gave_up.waited_ms];
                 (2, to_bytes(head.iter().chain(&gave_up.missing)))
@@ -276,16 +280,20 @@ impl Answer {
         let Some(length) = word(bytes, 4) else {
             return Some(ANSWER_HEADER - bytes.len());
         };
-        (length <= MAX_RANKS * 24).then(|| (ANSWER_HEADER + length as usize).saturating_sub(bytes.len()))
+        (length <= 8 + MAX_RANKS * 24).then(|| (ANSWER_HEADER + length as usize).saturating_sub(bytes.len()))
     }
 
     pub(super) fn parse(bytes: &[u8]) -> Option<Self> {
         let payload = bytes.get(ANSWER_HEADER..)?;
         match word(bytes, 0)? {
             1 => {
+                let (secret, payload) = payload.split_first_chunk()?;
                 let (addresses, rest) = payload.as_chunks::<24>();
-                let table: Option<Vec<_>> = addresses.iter().map(decode_address).collect();
-                table.filter(|_| rest.is_empty()).map(Self::Table)
+                let addresses = addresses.iter().map(decode_address).collect::<Option<_>>()?;
+                rest.is_empty().then_some(Self::Table {
+                    secret: u64::from_le_bytes(*secret),
+                    addresses,
+                })
             }
             2 => {
                 let words = from_bytes(payload)?;
@@ -297,7 +305,7 @@ impl Answer {
                 }))
             }
             3 => Some(Self::Lost(word(payload, 0).filter(|_| payload.len() == 4)?)),
-            4 => Some(Self::Refused(String::from_utf8_lossy(payload).into_owned())),
+            4 => Some(Self::Refused(printable(payload))),
             5 if payload.is_empty() => Some(Self::Unknown),
             6 => {
                 let words = from_bytes(payload)?;
@@ -321,6 +329,24 @@ fn from_bytes(bytes: &[u8]) -> Option<Vec<u32>> {
     let (words, rest) = bytes.as_chunks::<4>();
     rest.is_empty()
         .then(|| words.iter().map(|word| u32::from_le_bytes(*word)).collect())
+}
+
+/// Longest text of another process, bytes.
+pub(super) const MAX_TEXT: usize = 4096;
+
+/// A text of another process, for a message or a line of the log: what controls a terminal is written out, and what is behind [`MAX_TEXT`]
+/// bytes is left out.
+pub(crate) fn printable(bytes: &[u8]) -> String {
+    let bytes = &bytes[..bytes.len().min(MAX_TEXT)];
+    let mut text = String::with_capacity(bytes.len());
+    for char in String::from_utf8_lossy(bytes).chars() {
+        if char.is_control() {
+            text.extend(char.escape_default());
+        } else {
+            text.push(char);
+        }
+    }
+    text
 }
 
 /// The little-endian u32 at an offset.
@@ -373,8 +399,9 @@ mod tests {
 
         #[test]
         fn answers_survive(table in proptest::collection::vec((any::<[u8; 4]>(), 1u16..), 0..9), ranks: Vec<u32>, waiter: u32, waited_ms: u32) {
-            let table = table.into_iter().map(SocketAddr::from).collect();
-            for answer in [Answer::Table(table), Answer::Waiting { missing: waiter, first: ranks.clone() }, Answer::Missing(GaveUp { waiter, waited_ms, missing: ranks }), Answer::Lost(3), Answer::Refused("no".into()), Answer::Unknown] {
+            let addresses = table.into_iter().map(SocketAddr::from).collect();
+            let secret = u64::from(waiter) << 20;
+            for answer in [Answer::Table { secret, addresses }, Answer::Waiting { missing: waiter, first: ranks.clone() }, Answer::Missing(GaveUp { waiter, waited_ms, missing: ranks }), Answer::Lost(3), Answer::Refused("no".into()), Answer::Unknown] {
                 let bytes = answer.encode();
                 prop_assert_eq!(Answer::missing(&bytes), Some(0));
                 prop_assert_eq!(Answer::parse(&bytes), Some(answer));

@@ -52,9 +52,11 @@ pub struct InitJob {
     pub config: Config,
 }
 
-/// The id of a communicator: the same on every rank, never 0.
+/// The id of a communicator: the same on every rank, never 0. Logs and traces show it, so that nothing secret may go into it.
 fn communicator_id(ids: &[[u8; UniqueId::BYTES]], ranks: u32) -> u64 {
-    fnv1a(&[ids.as_flattened(), &ranks.to_le_bytes()].concat()).max(1)
+    let ids = ids.iter().flat_map(UniqueId::public_part);
+    let bytes: Vec<u8> = ids.chain(ranks.to_le_bytes()).collect();
+    fnv1a(&bytes).max(1)
 }
 
 /// What sends control messages over `bootstrap`.

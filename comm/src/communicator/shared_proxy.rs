@@ -70,7 +70,7 @@ impl SharedProxy {
             rank: bootstrap.rank(),
             ranks: bootstrap.ranks(),
             cookie: bootstrap.cookie(),
-            listen: bootstrap.local_ip(),
+            listen: bootstrap.local_address(),
             slot_bytes,
             cpus: Cpus::from_environment()?,
             rdma: rdma::from_environment(choice, class)?,

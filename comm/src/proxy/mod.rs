@@ -50,7 +50,7 @@ mod table_entry;
 
 use std::{
     fmt, io,
-    net::{IpAddr, SocketAddr, TcpListener},
+    net::SocketAddr,
     str::FromStr,
     sync::{
         Arc, Mutex, OnceLock, Weak,
@@ -142,8 +142,8 @@ pub struct ProxyConfig {
     pub ranks: u32,
     /// Secret that every client must present ([`crate::bootstrap::Bootstrap::cookie`]).
     pub cookie: u64,
-    /// Address to listen on for other nodes ([`crate::bootstrap::Bootstrap::local_ip`]).
-    pub listen: IpAddr,
+    /// Address to listen on for other nodes ([`crate::bootstrap::Bootstrap::local_address`]).
+    pub listen: SocketAddr,
     /// Bytes of a slot of every connection; the same on all ranks.
     pub slot_bytes: usize,
     /// CPUs for its threads; `None`: those of the thread that makes it.
@@ -230,7 +230,7 @@ impl Proxy {
         );
         let unix = unix::listen(&name).map_err(system(&format!("listening at @{name}")))?;
         let what = format!("listening on {}", config.listen);
-        let tcp = TcpListener::bind((config.listen, 0)).map_err(system(&what))?;
+        let tcp = sys::bind(config.listen).map_err(system(&what))?;
         let tcp = ParentOnly::new(tcp);
         tcp.set_nonblocking(true).map_err(system(&what))?;
         let address = ProxyAddress {

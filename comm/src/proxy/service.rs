@@ -33,7 +33,7 @@ use super::{
     progress::{Command, Progress},
 };
 use crate::{
-    bootstrap::{pending::Undecided, unix},
+    bootstrap::{id::on_link_of, pending::Undecided, unix},
     op::{ConnectionId, Endpoint, Transport},
     transport::{fifo_memory, gpu_direct::Slots, wire::Hello},
 };
@@ -470,6 +470,7 @@ impl Service {
             Ok(prepared) => prepared,
             Err(text) => return Some(Err(text)),
         };
+        let address = on_link_of(&self.config.listen, address);
         match sys::connect_start(&address) {
             Ok(stream) => {
                 let connection = match self.connection(id) {

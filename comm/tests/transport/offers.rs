@@ -13,8 +13,9 @@ use ringsight_comm::{
     proxy::ProxyAddress,
     transport::{NET_SOCKET, NET_VERBS, rdma::Rdma},
 };
+use ringsight_comm_base::names::NameFilter;
 use ringsight_verbs::{
-    config::{Config, Filter},
+    config::Config,
     failover::Settings,
     port::Net,
     port_health::PortHealth,
@@ -41,7 +42,7 @@ struct Change {
 /// RDMA over one device.
 fn rdma(device: &str, required: bool) -> Rdma {
     let config = Config {
-        devices: Filter::parse(device),
+        devices: NameFilter::parse(device),
         ..Config::default()
     };
     Rdma {

@@ -63,7 +63,7 @@ impl Rank {
             rank,
             ranks,
             cookie: bootstrap.cookie(),
-            listen: bootstrap.local_ip(),
+            listen: bootstrap.local_address(),
             slot_bytes: SLOT,
             cpus: None,
             rdma: None,

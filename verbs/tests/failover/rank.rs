@@ -2,8 +2,9 @@
 
 use std::{net::TcpStream, path::Path as FilePath, sync::Arc};
 
+use ringsight_comm_base::names::NameFilter;
 use ringsight_verbs::{
-    config::{Config, Filter},
+    config::Config,
     endpoint::{Control, Failover, Path, Peer, Receiver, SLOTS, Sender, Slots},
     memory::Memory,
     port::Net,
@@ -41,7 +42,7 @@ pub(crate) fn slots() -> (Memory, *mut u64) {
 pub(crate) fn net(rank: usize, queues: Queues) -> Arc<Net> {
     let devices = [0, 1].map(|link| Fabric::here().device(Port { rank, link }));
     let config = Config {
-        devices: Filter::parse(&format!("={}", devices.join(","))),
+        devices: NameFilter::parse(&format!("={}", devices.join(","))),
         qps: queues.count,
         split: queues.is_split,
         retry: RetryPolicy {

@@ -11,7 +11,7 @@ use tracing::{
     field::{Field, Visit},
 };
 
-use super::settings::{Level, Settings};
+use super::settings::{DEFAULT_STAMP, Level, Settings};
 
 /// The line of an event, with its line end.
 pub(super) fn of(event: &Event<'_>, settings: &Settings) -> String {
@@ -75,9 +75,17 @@ impl Visit for Text {
     }
 }
 
-/// `format` for the local time, by strftime; `%1f` to `%9f` are that many digits of the second's fraction. An unusable
-/// format gives nothing.
+/// `format` for the local time, by strftime; `%1f` to `%9f` are that many digits of the second's fraction. In place of one that is too
+/// long the default is used.
 fn stamp(format: &str, time: SystemTime) -> String {
+    match formatted(format, time) {
+        stamp if stamp.is_empty() && !format.is_empty() => formatted(DEFAULT_STAMP, time),
+        stamp => stamp,
+    }
+}
+
+/// Nothing for an unusable format.
+fn formatted(format: &str, time: SystemTime) -> String {
     let since = time.duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO);
     let format = with_fraction(format, since.subsec_nanos());
     let Ok(format) = CString::new(format) else {
@@ -137,7 +145,7 @@ mod tests {
         assert_eq!(stamp("%", time).len(), 1);
         assert_eq!(stamp("é%1f", time), "é1");
         // Longer than any line begins.
-        assert_eq!(stamp(&"x".repeat(300), time), "");
+        assert_eq!(stamp(&"x".repeat(300), time), stamp("[%F %T] ", time));
         let whole = stamp("[%F %T] ", time);
         assert!(whole.starts_with("[197") && whole.len() == 22, "{whole}");
     }

@@ -15,6 +15,7 @@ mod writer;
 
 use std::{
     collections::BTreeSet,
+    fmt,
     sync::{Arc, Mutex, Once, OnceLock, PoisonError, RwLock},
 };
 
@@ -25,6 +26,7 @@ use tracing::{
     subscriber::Interest,
 };
 
+use crate::env;
 use settings::{Level, Settings};
 
 macro_rules! subsystems {
@@ -123,9 +125,9 @@ pub fn reset() {
 
 fn apply() {
     let before = settings();
-    let settings = Settings::read(&|name| std::env::var(name).ok(), before.as_deref());
+    let settings = Settings::read(&env::raw, before.as_deref());
     let wants_lines = settings.level > Level::Version;
-    let complaints = settings.complaints.clone();
+    let complaints = [env::complaints(), &settings.complaints].concat();
     *SETTINGS.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(settings));
     if wants_lines && before.is_none_or(|before| before.level <= Level::Version) {
         // Fails if it has been set, by us earlier or by an application that links this crate: then theirs it is.
@@ -136,7 +138,7 @@ fn apply() {
         tracing::warn!(target: ENV, "{complaint}");
     }
     for (name, why) in WITHOUT_EFFECT {
-        if std::env::var_os(name).is_some() {
+        if env::raw(name).is_some() {
             tracing::info!(target: ENV, "{name} has no effect: {why}");
         }
     }
@@ -198,8 +200,8 @@ fn dotted(version: u32) -> String {
     format!("{}.{}.{}", version / 10000, version / 100 % 100, version % 100)
 }
 
-/// Says once in the life of the process that a variable is set.
-pub fn set_by_environment(name: &str, value: &str) {
+/// Logs once in the life of the process that `source` has set a variable.
+pub(crate) fn variable_set(name: &str, value: &str, source: &dyn fmt::Display) {
     static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     if !tracing::enabled!(target: ENV, tracing::Level::INFO) {
         return;
@@ -209,7 +211,7 @@ pub fn set_by_environment(name: &str, value: &str) {
         .unwrap_or_else(PoisonError::into_inner)
         .insert(name.to_owned());
     if fresh {
-        tracing::info!(target: ENV, "{name} set by environment to {value}.");
+        tracing::info!(target: ENV, "{name} set by {source} to {value}.");
     }
 }
 

@@ -2,16 +2,17 @@
 
 use std::{
     fs::{File, OpenOptions},
-    io::Write as _,
+    io::{self, Write as _},
     mem::ManuallyDrop,
-    os::fd::FromRawFd as _,
+    os::{fd::FromRawFd as _, unix::fs::OpenOptionsExt as _},
     sync::Arc,
 };
 
+use rustix::fs::OFlags;
 use tracing::level_filters::LevelFilter;
 
 use super::targets::{BOOTSTRAP, ENV, INIT, bit};
-use crate::process;
+use crate::{process, sys};
 
 /// NCCL's levels, least talkative first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -76,10 +77,10 @@ pub(super) enum Sink {
 }
 
 impl Sink {
-    /// Writes whole lines; blocks as long as whoever is to read them does not. A full disk or a closed descriptor costs the
-    /// lines, not the call that they tell of.
+    /// Writes whole lines; blocks as long as whoever is to read them does not. A full disk, a closed descriptor and a pipe that nobody
+    /// reads any more cost the lines, not the call that they tell of.
     pub(super) fn write(&self, lines: &str) {
-        let _ = match self {
+        let _ = sys::without_sigpipe(|| match self {
             Self::Stdout => {
                 // Not by `io::stdout`: a child that is forked meanwhile would find its lock held for good.
                 // SAFETY: never closed here; a descriptor that is closed gives an error.
@@ -88,9 +89,12 @@ impl Sink {
             }
             // One write of a file opened for appending: lines of several threads and processes stay whole.
             Self::File(_, file) => { file }.write_all(lines.as_bytes()),
-        };
+        });
     }
 }
+
+/// `NCCL_DEBUG_TIMESTAMP_FORMAT` by default.
+pub(super) const DEFAULT_STAMP: &str = "[%F %T] ";
 
 /// The environment as it was read.
 #[derive(Debug)]
@@ -119,7 +123,9 @@ impl Settings {
         let mask = get("NCCL_DEBUG_SUBSYS").map_or_else(default_mask, |text| mask(&text, &mut complaints));
         let stamped = get("NCCL_DEBUG_TIMESTAMP_LEVELS")
             .map_or(1 << Level::Warn as u32, |text| stamped(&text, &mut complaints));
-        let stamp = get("NCCL_DEBUG_TIMESTAMP_FORMAT").unwrap_or_else(|| "[%F %T] ".to_owned());
+        // An underscore stands for a space, which is hard to write on a command line.
+        let stamp = get("NCCL_DEBUG_TIMESTAMP_FORMAT")
+            .map_or_else(|| DEFAULT_STAMP.to_owned(), |format| format.replace('_', " "));
         let file = get("NCCL_DEBUG_FILE").filter(|file| !file.is_empty() && level > Level::Version);
         let sink = file.map_or_else(
             || Arc::new(Sink::Stdout),
@@ -208,12 +214,7 @@ fn open(path: &str, before: Option<&Settings>, complaints: &mut Vec<String>) -> 
     {
         return before.sink.clone();
     }
-    let emptied = OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .open(path);
-    match emptied.and_then(|_| OpenOptions::new().append(true).open(path)) {
+    match open_emptied(path) {
         Ok(file) => Arc::new(Sink::File(path.to_owned(), file)),
         Err(error) => {
             complaints.push(format!(
@@ -224,8 +225,25 @@ fn open(path: &str, before: Option<&Settings>, complaints: &mut Vec<String>) -> 
     }
 }
 
+/// Opens a file once, emptied, for appending. A FIFO that nobody reads is an error at once: another user may have made one of that name.
+fn open_emptied(path: &str) -> io::Result<File> {
+    let file: File = sys::above_standard(|| {
+        OpenOptions::new()
+            .append(true)
+            .create(true)
+            .custom_flags(libc::O_TRUNC | libc::O_NONBLOCK | libc::O_NOCTTY)
+            .open(path)
+    })?;
+    // From here on a write waits for who reads, as a write to standard output does.
+    let flags = rustix::fs::fcntl_getfl(&file)?;
+    rustix::fs::fcntl_setfl(&file, flags - OFlags::NONBLOCK)?;
+    Ok(file)
+}
+
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
     use super::*;
 
     fn read(variables: &[(&str, &str)]) -> Settings {
@@ -303,5 +321,46 @@ mod tests {
     fn a_full_disk_is_borne() {
         let file = OpenOptions::new().write(true).open("/dev/full").unwrap();
         Sink::File("/dev/full".into(), file).write("a line\n");
+    }
+
+    #[test]
+    fn underscores_of_the_time_are_spaces() {
+        let format = |text: &str| read(&[("NCCL_DEBUG_TIMESTAMP_FORMAT", text)]).stamp;
+        assert_eq!(format("[%F_%T]_"), DEFAULT_STAMP);
+        assert_eq!(read(&[]).stamp, DEFAULT_STAMP);
+    }
+
+    #[test]
+    fn a_fifo_that_nobody_reads_is_a_complaint_and_one_that_is_read_gets_the_lines() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("fifo");
+        assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+        let name = path.display().to_string();
+        let asked = [("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_FILE", &*name)];
+        let settings = read(&asked);
+        assert!(
+            matches!(*settings.sink, Sink::Stdout) && settings.complaints[0].contains(&name),
+            "{:?}",
+            settings.complaints
+        );
+        // For reading and writing, which waits for nobody.
+        let mut reader = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+        let settings = read(&asked);
+        settings.sink.write("a line\n");
+        let mut line = [0; 7];
+        io::Read::read_exact(&mut reader, &mut line).unwrap();
+        assert_eq!(&line, b"a line\n");
+    }
+
+    #[test]
+    fn a_pipe_that_nobody_reads_any_more_costs_the_lines_alone() {
+        let (reader, writer) = io::pipe().unwrap();
+        drop(reader);
+        let sink = Sink::File("pipe".into(), std::os::fd::OwnedFd::from(writer).into());
+        // SAFETY: sets and asks for what the process does with a signal; a Rust program ignores it, others that load the library need not.
+        unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
+        sink.write("a line\n");
+        // SAFETY: as above.
+        unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
     }
 }

@@ -9,6 +9,7 @@ use std::{
 use super::{
     super::{
         link::Link,
+        sys,
         wire::{Answer, EVERYONE, GaveUp, Hello, Joining, MAX_RANKS, NAMED, Upward},
     },
     ANSWER_PATIENCE, Id, Role, Root, unreachable,
@@ -325,13 +326,19 @@ impl Root {
         }
     }
 
-    /// Everyone is there.
+    /// Everyone is there. The secret that they get keeps out who knows the id's, which for that of `NCCL_COMM_ID` is everybody.
     pub(super) fn give_table(&mut self, cookie: u64) {
         let Some(Hall::Main { members, .. }) = self.halls.remove(&cookie) else {
             return;
         };
-        let table = Answer::Table(members.iter().flatten().map(|member| member.address).collect());
-        self.tell(&members, &table);
+        let answer = match sys::random_u64() {
+            Ok(secret) => Answer::Table {
+                secret,
+                addresses: members.iter().flatten().map(|member| member.address).collect(),
+            },
+            Err(error) => Answer::Refused(format!("it has no random number for a secret: {error}")),
+        };
+        self.tell(&members, &answer);
         self.close(cookie);
     }
 

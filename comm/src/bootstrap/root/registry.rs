@@ -139,7 +139,8 @@ static ROOTS: PerProcess<Mutex<Vec<Running>>> = PerProcess::new();
 
 /// Makes an id and serves it, at `ip`.
 pub(in crate::bootstrap) fn create(ip: IpAddr) -> Result<UniqueId> {
-    let cookie = sys::random_u64().map_err(system("drawing a random secret"))?;
+    let random = || sys::random_u64().map_err(system("drawing a random secret"));
+    let (name, cookie) = (random()?, random()?);
     let mut roots = lock(ROOTS.get());
     let running = roots
         .iter()
@@ -150,6 +151,7 @@ pub(in crate::bootstrap) fn create(ip: IpAddr) -> Result<UniqueId> {
     };
     Ok(UniqueId {
         address,
+        name,
         cookie,
         fixed: false,
     })

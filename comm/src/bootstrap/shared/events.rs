@@ -4,11 +4,12 @@ use std::{sync::Arc, time::Instant};
 
 use super::{
     super::{Error, frame::Frame, link::Link},
-    Class, Gone, How, Shared, State,
+    Class, Gone, How, MAX_HELD, Shared, State,
 };
 
-/// Control messages that may wait for someone to take them; beyond it the oldest is dropped.
+/// Control messages that may wait for someone to take them, and their bytes; beyond it the oldest are dropped.
 const MAX_WAITING: usize = 4096;
+const MAX_WAITING_BYTES: usize = 64 << 20;
 
 impl Shared {
     /// A connection that a peer opened.
@@ -69,7 +70,7 @@ impl Shared {
         loop {
             let mut state = self.state();
             if let Some(callback) = state.on_control.clone()
-                && let Some((from, data)) = state.controls.pop_front()
+                && let Some((from, data)) = state.next_control()
             {
                 drop(state);
                 callback(from, &data);
@@ -110,14 +111,8 @@ impl Shared {
         let mut state = self.state();
         let peer = link.peer;
         match frame {
-            Frame::Data { tag, data } => {
-                let queue = state.inbox.entry((peer, Class::Message, tag)).or_default();
-                queue.push_back(data);
-            }
-            Frame::Gather { tag, data } => {
-                let queue = state.inbox.entry((peer, Class::Gather, tag)).or_default();
-                queue.push_back(data);
-            }
+            Frame::Data { tag, data } => self.hold(&mut state, (peer, Class::Message, tag), data)?,
+            Frame::Gather { tag, data } => self.hold(&mut state, (peer, Class::Gather, tag), data)?,
             Frame::Control { data } => state.control(peer, data),
             Frame::Spread { from, number, data } => {
                 if from as usize >= self.table.len() {
@@ -157,6 +152,22 @@ impl Shared {
         drop(state);
         self.arrived.notify_all();
         Ok(())
+    }
+
+    /// Keeps a message of a peer; an error text if too many of it wait.
+    fn hold(
+        &self,
+        state: &mut State,
+        (peer, class, tag): (u32, Class, u64),
+        data: Vec<u8>,
+    ) -> Result<(), String> {
+        if state.hold(peer, class, tag, data) {
+            return Ok(());
+        }
+        Err(format!(
+            "sent more than {MAX_HELD} bytes that rank {} has not asked for",
+            self.rank
+        ))
     }
 
     /// A connection is at its end.
@@ -216,10 +227,19 @@ impl State {
         gone
     }
 
-    fn control(&mut self, from: u32, data: Vec<u8>) {
-        if self.controls.len() == MAX_WAITING {
-            self.controls.pop_front();
-        }
+    /// Keeps a control message until somebody takes it.
+    pub(super) fn control(&mut self, from: u32, data: Vec<u8>) {
+        self.control_bytes += data.len();
         self.controls.push_back((from, data));
+        while self.controls.len() > MAX_WAITING || self.control_bytes > MAX_WAITING_BYTES {
+            self.next_control();
+        }
+    }
+
+    /// Takes the oldest control message.
+    pub(super) fn next_control(&mut self) -> Option<(u32, Vec<u8>)> {
+        let (from, data) = self.controls.pop_front()?;
+        self.control_bytes -= data.len();
+        Some((from, data))
     }
 }

@@ -1,5 +1,6 @@
 //! Tests of the bootstrap, over ranks that are threads.
 
+mod hostile;
 mod network;
 mod rendezvous;
 mod roots;
@@ -36,6 +37,6 @@ fn join_patiently(id: &UniqueId, rank: u32, ranks: u32, timeout: Duration) -> Bo
     let ids = std::slice::from_ref(id);
     let joined = super::rendezvous::join(ids, rank, ranks, &AbortWord::default(), LONG).unwrap();
     let ours = (rank, joined.cookie, joined.table);
-    let bootstrap = Bootstrap::open(ours, joined.listener, joined.local_ip, Arc::default(), timeout);
+    let bootstrap = Bootstrap::open(ours, joined.listener, joined.local, Arc::default(), timeout);
     bootstrap.unwrap()
 }

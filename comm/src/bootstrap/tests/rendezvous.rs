@@ -29,7 +29,7 @@ pub(super) fn joining(id: &UniqueId, rank: u32, ranks: u32) -> Joining {
         ranks,
         timeout_ms: 30_000,
         library: observe::LIBRARY_VERSION,
-        ids: fnv1a(&id.to_bytes()),
+        ids: fnv1a(&UniqueId::public_part(&id.to_bytes())),
         main: (id.cookie, id.address),
         address: id.address,
     }
@@ -82,7 +82,7 @@ fn strangers_are_told_why_they_are_sent_away() {
             b"GET / HTTP/1.1\r\n\r\n".to_vec(),
             "for the ranks of a communicator",
         ),
-        (with(4, 9), "speaks bootstrap protocol 9, this one 3"),
+        (with(4, 9), "speaks bootstrap protocol 9, this one 4"),
         (with(6, 9), "cannot be read"),
         (Hello::Peer { from: 0, to: 1 }.encode(id.cookie), "came to a root"),
         (
@@ -109,7 +109,7 @@ fn strangers_are_told_why_they_are_sent_away() {
     }
     assert_eq!(read_whole_answer(say(&id, &with(8, !ours[8]))), Answer::Unknown);
     drop(join(&id, 1, 2, LONG).unwrap());
-    assert!(matches!(read_whole_answer(waiting), Answer::Table(_)));
+    assert!(matches!(read_whole_answer(waiting), Answer::Table { .. }));
 }
 
 /// Connects to `address` again and again, says something random or nothing, and stays or goes. Not without end: a port
@@ -253,7 +253,7 @@ fn a_rank_cannot_come_twice_nor_with_another_number() {
     assert!(twice.contains("two processes use one rank"), "{twice}");
     drop(join(&id, 1, 2, LONG).unwrap());
     assert!(
-        matches!(read_whole_answer(first), Answer::Table(table) if table.len() == 2 && table[0] == id.address)
+        matches!(read_whole_answer(first), Answer::Table { addresses, .. } if addresses.len() == 2 && addresses[0] == id.address)
     );
 }
 
@@ -272,6 +272,7 @@ fn what_the_root_says_becomes_an_error() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let id = UniqueId {
         address: listener.local_addr().unwrap(),
+        name: 0,
         cookie: 1,
         fixed: false,
     };
@@ -295,7 +296,7 @@ fn what_the_root_says_becomes_an_error() {
         matches!(told(&Answer::Refused("so".into()).encode()), Error::Protocol(text) if text.contains("so"))
     );
     assert!(matches!(
-        told(&Answer::Table(vec![id.address]).encode()),
+        told(&Answer::Table { secret: 1, addresses: vec![id.address] }.encode()),
         Error::Protocol(_)
     ));
     assert!(matches!(told(&[0xff; 64]), Error::Protocol(text) if text.contains("rubbish")));
@@ -319,6 +320,7 @@ fn the_abort_word_releases_the_rendezvous() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let id = UniqueId {
         address: listener.local_addr().unwrap(),
+        name: 0,
         cookie: 1,
         fixed: false,
     };
@@ -365,11 +367,62 @@ fn ranks_of_a_fixed_address_may_come_before_the_root() {
     assert!(fixed_id("nowhere").unwrap_err().to_string().contains("host:port"));
 }
 
+#[test]
+fn a_link_local_address_keeps_its_scope() {
+    // Every machine has this interface, with index 1.
+    for text in ["[fe80::7%lo]:4711", "[fe80::7%1]:4711"] {
+        let id = fixed_id(text).unwrap();
+        assert_eq!(id.address.to_string(), "[fe80::7%1]:4711");
+        // On another host the interface has another name and another number.
+        let other = UniqueId {
+            address: "[fe80::7%3]:4711".parse().unwrap(),
+            ..id
+        };
+        let public = |id: UniqueId| UniqueId::public_part(&id.to_bytes());
+        assert_eq!(public(id), public(other));
+    }
+    assert_eq!(fixed_id("[fe80::7%lo]:4711").unwrap(), fixed_id("[fe80::7%1]:4711").unwrap());
+    for (text, why) in [
+        ("[fe80::7]:4711", "fe80::7 is link-local, and names no interface"),
+        ("[fe80::7%none]:4711", "there is no interface none"),
+        ("[fe80::7%lo]:0", "port 0"),
+        ("[fe80::7%lo]:x", "x is no port"),
+        ("[10.0.0.1]:1", "10.0.0.1 is no IPv6 address"),
+    ] {
+        let error = fixed_id(text).unwrap_err().to_string();
+        assert!(error.contains(why), "{error}");
+    }
+}
+
+/// `NCCL_COMM_ID` is no secret: whoever knows it, and comes after the ranks, is none of them.
+#[test]
+fn who_knows_the_fixed_id_alone_is_sent_away_by_the_ranks() {
+    let free = TcpListener::bind("127.0.0.1:0").unwrap();
+    let text = format!("127.0.0.1:{}", free.local_addr().unwrap().port());
+    drop(free);
+    let id = fixed_id(&text).unwrap();
+    let told = all(&id, 2, |bootstrap| {
+        let hello = Hello::Peer {
+            from: 1 - bootstrap.rank(),
+            to: bootstrap.rank(),
+        };
+        let mut stream = TcpStream::connect(bootstrap.shared.table[bootstrap.rank() as usize]).unwrap();
+        stream.write_all(&hello.encode(id.cookie)).unwrap();
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer).unwrap();
+        bootstrap.barrier().unwrap();
+        String::from_utf8_lossy(&answer).into_owned()
+    });
+    for answer in told {
+        assert!(answer.contains("of another communicator"), "{answer:?}");
+    }
+}
+
 proptest! {
     #[test]
     fn an_id_survives_and_any_damage_is_found(ip: [u8; 4], six: [u8; 16], is_six: bool, port in 1u16.., cookie: u64, at in 0usize..128, bit in 0u8..8) {
         let address = if is_six { SocketAddr::from((six, port)) } else { SocketAddr::from((ip, port)) };
-        let id = UniqueId { address, cookie, fixed: false };
+        let id = UniqueId { address, name: 0, cookie, fixed: false };
         let mut bytes = id.to_bytes();
         prop_assert_eq!(UniqueId::from_bytes(&bytes).unwrap(), id);
         bytes[at] ^= 1 << bit;

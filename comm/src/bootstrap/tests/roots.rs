@@ -13,6 +13,7 @@ fn separate_root() -> UniqueId {
     let listener = listen_at(([127, 0, 0, 1], 0).into()).unwrap();
     let id = UniqueId {
         address: listener.local_addr().unwrap(),
+        name: sys::random_u64().unwrap(),
         cookie: sys::random_u64().unwrap(),
         fixed: false,
     };
@@ -26,7 +27,8 @@ fn join_scalable(ids: &[UniqueId], rank: u32, ranks: u32, timeout: Duration) -> 
 
 /// A rank that says hello to its root and then only waits.
 fn hello(ids: &[UniqueId], rank: u32, ranks: u32) -> TcpStream {
-    let all: Vec<u8> = ids.iter().flat_map(UniqueId::to_bytes).collect();
+    let all = ids.iter().flat_map(|id| UniqueId::public_part(&id.to_bytes()));
+    let all: Vec<u8> = all.collect();
     let id = &ids[root_of(rank, ranks, ids.len() as u32) as usize];
     let joining = Joining {
         ids: fnv1a(&all),
