@@ -144,7 +144,7 @@ fn pages(data: &[u8]) {
     let Ok(pages) = (unsafe { Pages::new(memory.0, PAGES_BYTES) }) else {
         return;
     };
-    let _ = text(&pages.header().host).len();
+    let _ = text(&pages.header().host()).len();
     let live = pages.communicators().iter().filter_map(CommSlot::read);
     for communicator in live {
         let _ = (communicator.name().len(), format!("{communicator:?}"));

@@ -1,5 +1,6 @@
 //! A library that emits as the communication library does, on command: four probe functions, shared pages, a ring.
 //! For tests and benches only.
+#![expect(clippy::disallowed_methods, reason = "it makes the pages that tests read")]
 
 use std::{
     ffi::CString,
@@ -50,6 +51,10 @@ pub extern "C" fn fixture_open(version: u32) -> i32 {
             return std::io::Error::last_os_error().raw_os_error().unwrap_or(-1);
         }
         let fd = OwnedFd::from_raw_fd(fd);
+        let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+        if libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) != 0 {
+            return std::io::Error::last_os_error().raw_os_error().unwrap_or(-1);
+        }
         let base = libc::mmap(
             std::ptr::null_mut(),
             geometry.file_bytes,
@@ -68,7 +73,7 @@ pub extern "C" fn fixture_open(version: u32) -> i32 {
         if let Ok(pages) = Pages::new(base.cast(), geometry.file_bytes) {
             let _ = PAGES.set(pages);
         }
-        (&raw mut header.version).write(version);
+        header.version.store(version, Ordering::Relaxed);
         std::mem::forget(fd);
     }
     0

@@ -24,8 +24,11 @@ use ringsight_records::{
 
 use crate::{
     error::Unavailable,
+    host,
+    limits::{Deadline, POLL_TIME, STRIDE},
     multi,
     network::Network,
+    procfs::ProcessDirectory,
     site::Site,
     target::{FileKey, Library},
 };
@@ -162,8 +165,13 @@ impl Probes {
     /// Watches process `pid` through its library: attaches to the file unless another process of the session already
     /// brought it, and lets the programs pass this process. Returns the process's key
     /// and its library's number.
-    pub(crate) fn watch(&mut self, pid: u32, library: &Library, sites: &[Site]) -> io::Result<(u64, u64)> {
-        let key = self.process_key(pid)?;
+    pub(crate) fn watch(
+        &mut self,
+        directory: &ProcessDirectory,
+        library: &Library,
+        sites: &[Site],
+    ) -> io::Result<(u64, u64)> {
+        let key = self.process_key(directory)?;
         let number = if let Some(attachment) = self.attachments.get(&library.key) {
             attachment.number
         } else {
@@ -222,9 +230,13 @@ impl Probes {
         sum
     }
 
-    /// Takes at most `limit` events out of the ring buffer; `true` if it was drained before that.
+    /// Takes at most `limit` events out of the ring buffer, for [`POLL_TIME`] at most; `true` if it was drained before that.
     pub(crate) fn drain(&mut self, limit: usize, mut take: impl FnMut(Event)) -> bool {
-        for _ in 0..limit {
+        let deadline = Deadline::after(POLL_TIME);
+        for index in 1..=limit {
+            if index.is_multiple_of(STRIDE) && deadline.is_over() {
+                return false;
+            }
             let Some(item) = self.ring.next() else { return true };
             if item.len() == size_of::<ProbedRecord>() {
                 // SAFETY: the length was checked, and every bit pattern is a `ProbedRecord`.
@@ -367,17 +379,15 @@ impl Probes {
 
     /// How the programs know the process: by its id in the initial pid namespace, or, where this collector lives in another
     /// one and cannot know that id, by its own namespace and its id there.
-    fn process_key(&mut self, pid: u32) -> io::Result<u64> {
-        use std::os::unix::fs::MetadataExt as _;
-
-        let own = std::fs::metadata("/proc/self/ns/pid")?;
-        if own.ino() == INITIAL_PID_NAMESPACE {
-            return Ok(probed::process_key(0, pid));
+    fn process_key(&mut self, directory: &ProcessDirectory) -> io::Result<u64> {
+        let (_, own) = host::pid_namespace()?;
+        if own == INITIAL_PID_NAMESPACE {
+            return Ok(probed::process_key(0, directory.pid()));
         }
-        let theirs = std::fs::metadata(format!("/proc/{pid}/ns/pid"))?;
+        let (device, inode) = directory.pid_namespace()?;
         let namespace = PidNamespace {
-            device: kernel_device(theirs.dev()),
-            inode: theirs.ino(),
+            device: kernel_device(device),
+            inode,
         };
         let index = match self.known_namespaces.iter().position(|known| *known == namespace) {
             Some(index) => index,
@@ -395,7 +405,7 @@ impl Probes {
                 ));
             }
         };
-        let inner = crate::process::innermost_pid(pid)?;
+        let inner = crate::process::innermost_pid(directory)?;
         Ok(probed::process_key(index as u32 + 1, inner))
     }
 }

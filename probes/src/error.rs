@@ -1,8 +1,10 @@
 //! What can go wrong, and what to do about it.
 
-use std::{fmt, fs, path::PathBuf};
+use std::{fmt, path::PathBuf};
 
 use ringsight_records::pages::PagesError;
+
+use crate::{host, limits::Limit, procfs};
 
 /// Why a process cannot be watched.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -41,6 +43,16 @@ pub enum AttachError {
         /// Files that were looked at.
         looked_at: Vec<String>,
     },
+    /// No library was found before a limit was reached.
+    #[error(
+        "process {pid}: no communication library was found, and not everything was looked at: {limit}; attach again if the machine was busy"
+    )]
+    Limit {
+        /// Process.
+        pid: u32,
+        /// The limit.
+        limit: Limit,
+    },
     /// The library has no symbol table.
     #[error("process {pid} uses {}, which has no symbols at all: install one whose dynamic symbols were kept (`strip --strip-unneeded` keeps them)", path.display())]
     Stripped {
@@ -65,15 +77,25 @@ pub enum AttachError {
         /// What is wrong.
         source: PagesError,
     },
-    /// Somebody else reads this process's ring.
+    /// What has the name of its shared pages is not what its library makes.
     #[error(
-        "process {pid} is being watched by {holder} (last sign of life {silent_ms} ms ago): stop that one first; if it hangs, its lease lapses after 5 s"
+        "process {pid}: descriptor {descriptor} has the name of shared pages and is not opened: {problem}"
     )]
+    Refused {
+        /// Process.
+        pid: u32,
+        /// The descriptor, in the process.
+        descriptor: String,
+        /// What is wrong.
+        problem: Refusal,
+    },
+    /// Somebody else reads this process's ring.
+    #[error("process {pid} is being watched by {holder} (last sign of life {silent_ms} ms ago): {}", holder.remedy())]
     Leased {
         /// Process.
         pid: u32,
-        /// The reader, in words.
-        holder: String,
+        /// The reader.
+        holder: LeaseHolder,
         /// Milliseconds since its last heartbeat.
         silent_ms: u64,
     },
@@ -107,12 +129,62 @@ pub enum AttachError {
     },
 }
 
+/// Why a file is not taken for shared pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// A device, a pipe, a file with a name, or a file system of somebody's: opening it could do anything.
+    #[error("it is no memory file of the kernel")]
+    NotMemory,
+    /// Its owner could shrink it, which would end whoever reads it.
+    #[error("it is not sealed against a change of its size, as the library seals its pages")]
+    Unsealed,
+}
+
+/// Who holds the lease of a ring. The lease is in memory of the target, so its words are checked before anybody is named.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LeaseHolder {
+    /// A process that has the pages mapped, as the kernel says.
+    Process(u32),
+    /// The lease is signed in another pid namespace: the number there means another process here, if any.
+    OtherNamespace,
+    /// The lease has been taken and not been signed yet.
+    Unnamed,
+    /// The lease is signed by a process that cannot be seen to read the pages: it is hidden from this user, or the target lies.
+    Unverified,
+}
+
+impl LeaseHolder {
+    fn remedy(self) -> &'static str {
+        match self {
+            Self::Process(_) => "stop that one first; if it hangs, its lease lapses after 5 s",
+            Self::OtherNamespace => {
+                "stop the collector that runs in a container with it, if there is one; if the lease does not lapse 5 s later, \
+                 the process itself keeps others out"
+            }
+            Self::Unnamed | Self::Unverified => {
+                "its lease lapses 5 s after its last sign of life; if it never does, the process itself keeps others out"
+            }
+        }
+    }
+}
+
+impl fmt::Display for LeaseHolder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Process(pid) => write!(f, "process {pid}"),
+            Self::OtherNamespace => f.write_str("a reader of another pid namespace"),
+            Self::Unnamed => f.write_str("a reader that has just begun"),
+            Self::Unverified => f.write_str("a reader that cannot be identified"),
+        }
+    }
+}
+
 impl AttachError {
     pub(crate) fn denied(pid: u32, what: &'static str) -> Self {
-        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        let mounts = host::text("/proc/self/mountinfo").unwrap_or_default();
         let remedy = remedy(
             what,
-            is_of_this_user(pid),
+            procfs::is_of_this_user(pid),
             effective_capabilities(),
             hidden(&mounts),
         );
@@ -245,28 +317,13 @@ impl Unavailable {
     }
 }
 
-/// Whether a process runs as the user that this one runs as, by what everybody may read.
-fn is_of_this_user(pid: u32) -> bool {
-    let effective = |pid: &str| {
-        let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-        let uids = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
-        uids.split_whitespace().nth(1).map(str::to_owned)
-    };
-    let own = effective("self");
-    own.is_some() && own == effective(&pid.to_string())
-}
-
 fn sysctl(name: &str) -> Option<i64> {
-    fs::read_to_string(format!("/proc/sys/{name}"))
-        .ok()?
-        .trim()
-        .parse()
-        .ok()
+    host::text(&format!("/proc/sys/{name}")).ok()?.trim().parse().ok()
 }
 
 /// Capabilities in effect in this process, a bit each.
 fn effective_capabilities() -> u64 {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let status = host::text("/proc/self/status").unwrap_or_default();
     status
         .lines()
         .find_map(|line| line.strip_prefix("CapEff:"))

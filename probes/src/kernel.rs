@@ -1,9 +1,11 @@
 //! The running kernel.
 
+use crate::host;
+
 /// Major and minor version of the running kernel, (0, 0) if `/proc` does not say.
 #[must_use]
 pub fn version() -> (u32, u32) {
-    std::fs::read_to_string("/proc/sys/kernel/osrelease").map_or((0, 0), |text| parse_version(&text))
+    host::text("/proc/sys/kernel/osrelease").map_or((0, 0), |text| parse_version(&text))
 }
 
 fn parse_version(text: &str) -> (u32, u32) {

@@ -15,27 +15,36 @@
 //! - A poll never waits.
 //! - A target's events are delivered, or counted as lost or missed; `account` holds the sums that prove it.
 //! - Nothing read from a target is trusted: sizes are bounded, offsets are checked, numbers may be anything.
+//! - Files of a target are opened by `procfs` alone and mapped by `pages` alone; a lint (`clippy.toml`) refuses other ways.
 //!
 //! Modules, lowest first; imports go down only:
 //!
 //! | layer | modules |
 //! |---|---|
-//! | the kernel and files | `kernel`, `elf`, `version`, `multi` (the `uprobe_multi` link), `network` (sites in the kernel's RDMA stack) |
+//! | the kernel and files | `limits`, `host`, `procfs` (`/proc/PID` and what it leads to), `kernel`, `elf`, `version`, `multi` (the `uprobe_multi` link), `network` (sites in the kernel's RDMA stack) |
 //! | what a target is | `sample`, `error`, `signature`, `target`, `site`, `process` |
 //! | what carries events | `attach` (eBPF), `account`, `pages` (shared memory), `stats` |
 //! | one process | `watch`, `look` |
 //! | all processes | `session` |
 
+#![cfg_attr(
+    test,
+    allow(clippy::disallowed_methods, reason = "tests make and read files of their own")
+)]
+
 mod account;
 mod attach;
 pub mod elf;
 pub mod error;
+mod host;
 pub mod kernel;
+pub mod limits;
 mod look;
 mod multi;
 pub mod network;
 mod pages;
 pub mod process;
+mod procfs;
 pub mod sample;
 pub mod session;
 pub mod signature;
@@ -46,7 +55,8 @@ mod version;
 mod watch;
 
 pub use account::ByKind;
-pub use error::{AttachError, Unavailable};
+pub use error::{AttachError, LeaseHolder, Unavailable};
+pub use limits::{LeftOut, Limit};
 pub use look::{Look, look};
 pub use network::NetworkSample;
 pub use sample::{Carrier, Sample, Source};

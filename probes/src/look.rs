@@ -8,7 +8,13 @@ use ringsight_records::{
     verdicts::GivenVerdict,
 };
 
-use crate::{error::AttachError, pages::Mapped};
+use crate::{
+    error::AttachError,
+    limits::{DESCRIPTORS_TIME, Deadline},
+    pages::Mapped,
+    procfs::ProcessDirectory,
+    target::process_error,
+};
 
 /// What the shared pages of a process say at one moment.
 #[derive(Clone, Debug, Default)]
@@ -35,12 +41,14 @@ pub struct Look {
 /// # Errors
 /// No such process, no right to look, or pages that cannot be read.
 pub fn look(pid: u32) -> Result<Look, AttachError> {
-    let mapped = Mapped::find(pid)?;
-    let Some(pages) = mapped.as_ref().and_then(Mapped::view) else {
+    let directory = ProcessDirectory::open(pid).map_err(|error| process_error(pid, "fd", &error))?;
+    let deadline = Deadline::after(DESCRIPTORS_TIME);
+    let Some(mapped) = Mapped::find_among_all(&directory, deadline)? else {
         return Ok(Look::default());
     };
+    let pages = mapped.view();
     Ok(Look {
-        library_version: pages.header().library_version,
+        library_version: mapped.identity().0,
         communicators: communicators(&pages),
         clocks: (0..)
             .zip(&pages.header().devices)

@@ -1,23 +1,40 @@
 //! A target's shared pages: found among its descriptors, mapped, the ring leased and drained.
+//!
+//! The pages are memory of the target. It has promised to write them by atomics and to keep their layout, and may break any promise at
+//! any moment. So:
+//! - A file is opened only once it is known to be a memory file of the kernel, and mapped only if its size is sealed: to read behind
+//!   the end of a file that was cut ends the reader.
+//! - The size is the kernel's. Where the tables are is read once, checked once, and kept.
+//! - Only the header (lease, positions, counters of readers) and the ring (turns of its slots) are mapped for writing.
+//! - What is read is copied word by word, then looked at. Nothing refers to bytes of the pages.
+//! - What one poll does is bounded by what it hands on and by time, whatever stands in the ring.
+#![expect(
+    clippy::disallowed_methods,
+    reason = "the one module that maps pages of a target"
+)]
 
 use std::{
-    fs::{self, File, OpenOptions},
+    ffi::CStr,
+    fs::File,
     io,
     os::fd::AsRawFd as _,
-    path::Path,
-    sync::atomic::Ordering,
+    ptr,
+    sync::{OnceLock, atomic::Ordering},
 };
 
 use ringsight_records::{
     DeviceClock, Kind, Record,
-    pages::{DEVICES, Geometry, Holder, MEMFD_NAME, Pages, Reader, text},
-    ring,
+    pages::{DEVICES, Geometry, Header, Holder, MEMFD_NAME, Pages, PagesError, Reader, text},
+    ring::{self, Slot},
 };
+use rustix::fs::{MemfdFlags, SealFlags};
 
 use crate::{
     account::{Base, ByKind},
-    error::AttachError,
-    process::{innermost_pid, is_gone, now_ns, start_time},
+    error::{AttachError, LeaseHolder, Refusal},
+    limits::{DESCRIPTORS, Deadline, Limit, POLL_TIME, STRIDE},
+    process::{innermost_pid, is_gone, may_read, now_ns},
+    procfs::{Descriptors, FileKey, Linked, ProcessDirectory},
     target::process_error,
 };
 
@@ -32,11 +49,129 @@ const HEARTBEAT_NS: u64 = 1_000_000_000;
 /// How long a claimed ring slot may stay unfinished before the watermark goes on without it.
 const HELD_UP_NS: u64 = 100_000_000;
 
+/// What the library seals its pages against. Without these seals, the file may be cut while it is read.
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
+
+/// What the pages are mapped for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Access {
+    /// To look at them.
+    Look,
+    /// To lease the ring.
+    Lease,
+}
+
+/// A mapping of shared pages whose header was checked.
+#[derive(Debug)]
+struct Mapping {
+    base: *mut u8,
+    bytes: usize,
+    geometry: Geometry,
+}
+
+// SAFETY: the mapping is owned, and what is in it is reached through atomics only.
+unsafe impl Send for Mapping {}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping made in `new`; views of it borrow `self`.
+        unsafe { libc::munmap(self.base.cast(), self.bytes) };
+    }
+}
+
+/// What keeps pages from being mapped.
+enum NotMapped {
+    Io(io::Error),
+    Pages(PagesError),
+}
+
+impl Mapping {
+    fn new(file: &File, access: Access) -> Result<Self, NotMapped> {
+        let length = rustix::fs::fstat(file)
+            .map_err(|error| NotMapped::Io(error.into()))?
+            .st_size;
+        // A damaged target may make it any size; what is mapped need not be more than twice what this version lays out.
+        let bytes = usize::try_from(length)
+            .unwrap_or(0)
+            .min(2 * Geometry::standard().file_bytes);
+        if bytes < size_of::<Header>() {
+            return Err(NotMapped::Pages(PagesError::Bounds("header")));
+        }
+        // SAFETY: a fresh shared mapping of a file that we hold open.
+        let base = unsafe {
+            libc::mmap(
+                ptr::null_mut(),
+                bytes,
+                libc::PROT_READ,
+                libc::MAP_SHARED,
+                file.as_raw_fd(),
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return Err(NotMapped::Io(io::Error::last_os_error()));
+        }
+        let mut mapping = Self {
+            base: base.cast(),
+            bytes,
+            geometry: Geometry::standard(),
+        };
+        // SAFETY: `bytes` bytes are mapped, at a page boundary, for as long as `mapping` lives; the file's size is sealed. What
+        // changes there is read by atomics.
+        let pages = unsafe { Pages::new(mapping.base, bytes) }.map_err(NotMapped::Pages)?;
+        mapping.geometry = pages.geometry();
+        if access == Access::Lease {
+            let (ring, slots) = mapping.geometry.ring;
+            mapping.allow_writing(0, size_of::<Header>())?;
+            mapping.allow_writing(ring, slots * size_of::<Slot>())?;
+        }
+        Ok(mapping)
+    }
+
+    /// Makes the memory pages of this range writable. A layout that does not begin its tables on page boundaries, as the library's does,
+    /// shares the range's first and last page with its neighbours.
+    fn allow_writing(&self, offset: usize, bytes: usize) -> Result<(), NotMapped> {
+        let page = rustix::param::page_size();
+        let start = offset / page * page;
+        // SAFETY: a part of the mapping, which nothing but atomics in it refers to.
+        let done = unsafe {
+            libc::mprotect(
+                self.base.add(start).cast(),
+                offset - start + bytes,
+                libc::PROT_READ | libc::PROT_WRITE,
+            )
+        };
+        if done == 0 {
+            Ok(())
+        } else {
+            Err(NotMapped::Io(io::Error::last_os_error()))
+        }
+    }
+
+    fn view(&self) -> Pages<'_> {
+        // SAFETY: mapped at a page boundary for as long as `self` lives, and the geometry is that of this mapping. A mapping for a
+        // look is never written.
+        unsafe { Pages::at(self.base, self.geometry) }
+    }
+}
+
+/// The descriptors of a process as far as they have been looked through for its pages.
+#[derive(Debug, Default)]
+pub(crate) struct Search(Option<Descriptors>);
+
+impl Search {
+    /// Whether the last look left descriptors for the next one.
+    pub(crate) fn is_under_way(&self) -> bool {
+        self.0.is_some()
+    }
+}
+
 /// The pages of one process, mapped, with the lease of its ring.
 #[derive(Debug)]
 pub(crate) struct Mapped {
-    base: *mut u8,
-    bytes: usize,
+    mapping: Mapping,
+    /// Which file it is.
+    key: FileKey,
     lease: Option<u64>,
     /// When the lease was last renewed, or reached for in vain.
     renewed_ns: u64,
@@ -50,84 +185,181 @@ pub(crate) struct Mapped {
     pub(crate) devices: [(Option<DeviceClock>, u64); DEVICES],
     /// Network ports that were handed on, by their numbers.
     pub(crate) ports: Vec<u8>,
+    /// The last drain left records because of its limits.
+    pub(crate) is_cut: bool,
     held_up_since: Option<u64>,
     lost_reported: ByKind,
     /// Emitted and lost when the ring was armed.
     baseline: (ByKind, ByKind),
 }
 
-// SAFETY: the mapping is owned and reached through `&mut self` or atomics only.
-unsafe impl Send for Mapped {}
-
 impl Drop for Mapped {
     fn drop(&mut self) {
         self.release();
-        // SAFETY: the mapping made in `map`; views of it borrow `self`.
-        unsafe { libc::munmap(self.base.cast(), self.bytes) };
     }
 }
 
+/// The device that the kernel keeps all memory files on.
+fn memory_device() -> io::Result<u64> {
+    static DEVICE: OnceLock<u64> = OnceLock::new();
+    if let Some(device) = DEVICE.get() {
+        return Ok(*device);
+    }
+    let file = rustix::fs::memfd_create(c"ringsight-probe", MemfdFlags::CLOEXEC)?;
+    let device = rustix::fs::fstat(&file)?.st_dev;
+    Ok(*DEVICE.get_or_init(|| device))
+}
+
+/// How far what has the pages' name may be trusted.
+enum Candidate {
+    /// A sealed memory file.
+    Sealed,
+    /// The library has not yet made it ready.
+    NotReady,
+    Refused(Refusal),
+}
+
+/// Looks at a file before it is mapped.
+fn examine(linked: &Linked) -> io::Result<Candidate> {
+    let about = linked.about();
+    if !linked.is_regular() || about.st_nlink != 0 || about.st_dev != memory_device()? {
+        return Ok(Candidate::Refused(Refusal::NotMemory));
+    }
+    // Opening a memory file does nothing but open it.
+    let file = linked.open()?;
+    if rustix::fs::fcntl_get_seals(&file)?.contains(SEALS) {
+        return Ok(Candidate::Sealed);
+    }
+    // The library seals it before it writes the magic.
+    let mut magic = [0; 8];
+    let is_empty = rustix::io::pread(&file, &mut magic, 0)? < magic.len() || magic == [0; 8];
+    Ok(if is_empty {
+        Candidate::NotReady
+    } else {
+        Candidate::Refused(Refusal::Unsealed)
+    })
+}
+
 impl Mapped {
-    /// Finds and maps the pages of `pid`; `None` if it has none (yet).
-    pub(crate) fn find(pid: u32) -> Result<Option<Self>, AttachError> {
-        let directory = format!("/proc/{pid}/fd");
-        let entries = fs::read_dir(&directory).map_err(|error| process_error(pid, "fd", &error))?;
-        let name = format!("/memfd:{MEMFD_NAME} (deleted)");
-        let mut refused = None;
-        for entry in entries.flatten() {
-            let path = entry.path();
-            if !fs::read_link(&path).is_ok_and(|link| link == Path::new(&name)) {
-                continue;
-            }
-            let file = OpenOptions::new().read(true).write(true).open(&path);
-            let mapped = match file.and_then(|file| Self::map(&file)) {
-                Ok(mapped) => mapped,
-                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-                Err(error) => return Err(process_error(pid, "fd", &error)),
-            };
-            match mapped.check() {
-                // A forked child holds its parent's descriptor too: pages name their owner.
-                Ok((owner, started)) => {
-                    let inner = innermost_pid(pid).unwrap_or(pid);
-                    if owner == inner && Some(started) == start_time(pid) {
-                        return Ok(Some(mapped));
-                    }
+    /// Finds and maps the pages of a process; `None` if it has none (yet), as far as this look went: it goes through
+    /// [`DESCRIPTORS`] descriptors, and `search` remembers where the next one goes on.
+    pub(crate) fn find(
+        directory: &ProcessDirectory,
+        search: &mut Search,
+        access: Access,
+    ) -> Result<Option<Self>, AttachError> {
+        let pid = directory.pid();
+        let io = |error: io::Error| process_error(pid, "fd", &error);
+        let wanted = format!("/memfd:{MEMFD_NAME} (deleted)");
+        let mut descriptors = match search.0.take() {
+            Some(descriptors) => descriptors,
+            None => directory.descriptors().map_err(io)?,
+        };
+        let mut names = Vec::new();
+        let is_end = descriptors
+            .next(DESCRIPTORS, |name| {
+                if directory
+                    .descriptor_link(name)
+                    .is_ok_and(|link| link.as_bytes() == wanted.as_bytes())
+                {
+                    names.push(name.to_owned());
                 }
-                // No magic yet: the library is about to make them.
-                Err(ringsight_records::pages::PagesError::Magic(0)) => {}
-                Err(source) => refused = Some(AttachError::Pages { pid, source }),
+            })
+            .map_err(io)?;
+        if !is_end {
+            search.0 = Some(descriptors);
+        }
+        let mut refused = None;
+        for name in names {
+            match Self::of_descriptor(directory, &name, access) {
+                Ok(Some(mapped)) => {
+                    search.0 = None;
+                    return Ok(Some(mapped));
+                }
+                Ok(None) => {}
+                Err(error) => refused = Some(error),
             }
         }
         refused.map_or(Ok(None), Err)
     }
 
-    fn map(file: &File) -> io::Result<Self> {
-        // A target that shrinks the file under us would end us with SIGBUS. Where its memfd allows sealing, this rules it out.
-        // SAFETY: fcntl on a descriptor that we hold; failure is harmless.
-        unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK) };
-        let length = usize::try_from(file.metadata()?.len()).unwrap_or(0);
-        // A damaged target may claim any size; what is mapped need not be more than twice what this version lays out.
-        let bytes = length.min(2 * Geometry::standard().file_bytes);
-        if bytes == 0 {
-            return Err(io::ErrorKind::NotFound.into());
+    /// The same, with a look at every descriptor.
+    ///
+    /// # Errors
+    /// Also [`Limit::Descriptors`], if that takes longer than `deadline`.
+    pub(crate) fn find_among_all(
+        directory: &ProcessDirectory,
+        deadline: Deadline,
+    ) -> Result<Option<Self>, AttachError> {
+        let mut search = Search::default();
+        loop {
+            let found = Self::find(directory, &mut search, Access::Look)?;
+            if found.is_some() || !search.is_under_way() {
+                return Ok(found);
+            }
+            if deadline.is_over() {
+                return Err(AttachError::Limit {
+                    pid: directory.pid(),
+                    limit: Limit::Descriptors,
+                });
+            }
         }
-        // SAFETY: a fresh shared mapping of a file that we hold open.
-        let base = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                bytes,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED,
-                file.as_raw_fd(),
-                0,
-            )
+    }
+
+    /// The pages that a descriptor is open on; `None` if they are not (yet) the process's own.
+    fn of_descriptor(
+        directory: &ProcessDirectory,
+        name: &CStr,
+        access: Access,
+    ) -> Result<Option<Self>, AttachError> {
+        let pid = directory.pid();
+        let open = || -> io::Result<_> {
+            let linked = directory.descriptor(name)?;
+            Ok((examine(&linked)?, linked))
         };
-        if base == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
+        let is_gone = |error: &io::Error| error.kind() == io::ErrorKind::NotFound;
+        let linked = match open() {
+            Ok((Candidate::Sealed, linked)) => linked,
+            Ok((Candidate::NotReady, _)) => return Ok(None),
+            Ok((Candidate::Refused(problem), _)) => {
+                return Err(AttachError::Refused {
+                    pid,
+                    descriptor: name.to_string_lossy().into_owned(),
+                    problem,
+                });
+            }
+            Err(error) if is_gone(&error) => return Ok(None),
+            Err(error) => return Err(process_error(pid, "fd", &error)),
+        };
+        let file = match access {
+            Access::Look => linked.open(),
+            Access::Lease => linked.open_writable(),
+        };
+        let file = file.map_err(|error| process_error(pid, "fd", &error))?;
+        let mapping = match Mapping::new(&file, access) {
+            Ok(mapping) => mapping,
+            // No magic yet: the library is about to make them.
+            Err(NotMapped::Pages(PagesError::Magic(0))) => return Ok(None),
+            Err(NotMapped::Pages(source)) => return Err(AttachError::Pages { pid, source }),
+            Err(NotMapped::Io(error)) => return Err(process_error(pid, "fd", &error)),
+        };
+        let header = mapping.view().header();
+        let (owner, started) = (
+            header.pid.load(Ordering::Relaxed),
+            header.start_time.load(Ordering::Relaxed),
+        );
+        // A forked child holds its parent's descriptor too: pages name their owner.
+        let inner = innermost_pid(directory).unwrap_or(pid);
+        if owner != inner || Some(started) != directory.start_time() {
+            return Ok(None);
         }
-        Ok(Self {
-            base: base.cast(),
-            bytes,
+        Ok(Some(Self::new(mapping, FileKey::of(linked.about()))))
+    }
+
+    fn new(mapping: Mapping, key: FileKey) -> Self {
+        Self {
+            mapping,
+            key,
             lease: None,
             renewed_ns: 0,
             wanted: 0,
@@ -135,48 +367,48 @@ impl Mapped {
             seen: Vec::new(),
             devices: [(None, 0); DEVICES],
             ports: Vec::new(),
+            is_cut: false,
             held_up_since: None,
             lost_reported: [0; Kind::LIMIT],
             baseline: ([0; Kind::LIMIT], [0; Kind::LIMIT]),
-        })
+        }
     }
 
-    fn check(&self) -> Result<(u32, u64), ringsight_records::pages::PagesError> {
-        // SAFETY: see `view`.
-        let pages = unsafe { Pages::new(self.base, self.bytes) }?;
-        Ok((pages.header().pid, pages.header().start_time))
-    }
-
-    /// The pages. They were checked when found; should the target have damaged its header since, there is nothing.
-    pub(crate) fn view(&self) -> Option<Pages<'_>> {
-        // SAFETY: `bytes` bytes are mapped shared, readable and writable, at a page boundary for as long as `self` lives;
-        // the library changes them through atomics once the magic is set.
-        unsafe { Pages::new(self.base, self.bytes) }.ok()
+    /// The pages.
+    pub(crate) fn view(&self) -> Pages<'_> {
+        self.mapping.view()
     }
 
     /// Library version and host identity.
     pub(crate) fn identity(&self) -> (u32, String) {
-        self.view().map_or((0, String::new()), |pages| {
-            (
-                pages.header().library_version,
-                text(&pages.header().host).to_owned(),
-            )
-        })
+        let header = self.view().header();
+        (
+            header.library_version.load(Ordering::Relaxed),
+            text(&header.host()).to_owned(),
+        )
+    }
+
+    /// Who holds the lease, checked.
+    pub(crate) fn holder(&self, holder: &Holder, own: &Reader, directory: &ProcessDirectory) -> LeaseHolder {
+        match &holder.reader {
+            Some(reader) if reader.namespace() != own.namespace() => LeaseHolder::OtherNamespace,
+            Some(reader) if may_read(reader, own, directory, self.key) => LeaseHolder::Process(reader.pid()),
+            Some(_) => LeaseHolder::Unverified,
+            None => LeaseHolder::Unnamed,
+        }
     }
 
     /// Takes the lease and asks the writers for the kinds in `mask`. Returns where the account of events begins.
-    pub(crate) fn lease(&mut self, pid: u32, own: &Reader, mask: u64) -> Result<Option<Base>, AttachError> {
+    ///
+    /// # Errors
+    /// The reader that holds it.
+    pub(crate) fn lease(&mut self, own: &Reader, mask: u64) -> Result<Base, Holder> {
         let now = now_ns();
-        let Some(pages) = self.view() else { return Ok(None) };
+        let pages = self.mapping.view();
         let header = pages.header();
         let term = header
             .lease
-            .acquire(own, now, mask, |reader| is_gone(own, reader))
-            .map_err(|holder| AttachError::Leased {
-                pid,
-                holder: name(&holder, own),
-                silent_ms: holder.silent_ns / 1_000_000,
-            })?;
+            .acquire(own, now, mask, |reader| is_gone(own, reader))?;
         // After arming, the position before the counters: what is not counted here comes through the ring, and what lies
         // before this position is counted here.
         let begins = header.cursor.head.load(Ordering::SeqCst);
@@ -193,32 +425,28 @@ impl Mapped {
         }
         (self.lease, self.renewed_ns, self.wanted, self.begins) = (Some(term), now, mask, begins);
         self.baseline = (emitted, lost);
-        if let Some(pages) = self.view() {
-            let overwritten = devices(&pages).map(|(_, overwritten)| overwritten);
-            for (seen, overwritten) in self.devices.iter_mut().zip(overwritten) {
-                seen.1 = overwritten;
-            }
+        let overwritten = devices(&pages).map(|(_, overwritten)| overwritten);
+        for (seen, overwritten) in self.devices.iter_mut().zip(overwritten) {
+            seen.1 = overwritten;
         }
         self.lost_reported = lost;
-        Ok(Some(Base { emitted, taken }))
+        Ok(Base { emitted, taken })
     }
 
     /// Gives a sign of life when one is due, and takes a lease that was lost as soon as nobody has it.
-    pub(crate) fn renew(&mut self, own: &Reader, now_ns: u64) -> Hold {
+    pub(crate) fn renew(&mut self, directory: &ProcessDirectory, own: &Reader, now_ns: u64) -> Hold {
         let silent_ns = now_ns.saturating_sub(self.renewed_ns);
         if self.wanted == 0 || silent_ns < HEARTBEAT_NS {
             return Hold::AsBefore;
         }
-        let Some(pages) = self.view() else {
-            return Hold::AsBefore;
-        };
+        let pages = self.mapping.view();
         let lease = &pages.header().lease;
         let (held, hold) = match self.lease {
             Some(term) if lease.renew(term, now_ns) => (Some(term), Hold::AsBefore),
             Some(_) => {
-                let holder = lease
-                    .holder(now_ns)
-                    .map_or_else(|| "another reader".to_owned(), |holder| name(&holder, own));
+                let holder = lease.holder(now_ns).map_or(LeaseHolder::Unnamed, |holder| {
+                    self.holder(&holder, own, directory)
+                });
                 (None, Hold::Lost { holder, silent_ns })
             }
             None => match lease.acquire(own, now_ns, self.wanted, |reader| is_gone(own, reader)) {
@@ -238,32 +466,25 @@ impl Mapped {
 
     /// Where the ring is being written now.
     pub(crate) fn head(&self) -> u64 {
-        self.view()
-            .map_or(0, |pages| pages.header().cursor.head.load(Ordering::SeqCst))
+        self.view().header().cursor.head.load(Ordering::SeqCst)
     }
 
     /// Whether everything before this position has been read.
     pub(crate) fn is_read_to(&self, position: u64) -> bool {
-        self.view().is_none_or(|pages| {
-            let tail = pages.header().cursor.tail.load(Ordering::Relaxed);
-            tail.wrapping_sub(position) as i64 >= 0
-        })
+        let tail = self.view().header().cursor.tail.load(Ordering::Relaxed);
+        tail.wrapping_sub(position) as i64 >= 0
     }
 
     /// Tells later readers what this one has accounted for, as long as the ring is its own.
     pub(crate) fn publish(&self, news: &ByKind) {
-        if let (Some(_), Some(pages)) = (self.lease, self.view()) {
-            // Relaxed: counters order nothing. A reader that was stopped before this line adds to its successor's sum, and
-            // what it adds is true.
-            for (word, news) in pages
-                .header()
-                .taken
-                .iter()
-                .zip(news)
-                .filter(|(_, news)| **news > 0)
-            {
-                word.fetch_add(*news, Ordering::Relaxed);
-            }
+        if self.lease.is_none() {
+            return;
+        }
+        // Relaxed: counters order nothing. A reader that was stopped before this line adds to its successor's sum, and
+        // what it adds is true.
+        let words = self.view().header().taken.iter().zip(news);
+        for (word, news) in words.filter(|(_, news)| **news > 0) {
+            word.fetch_add(*news, Ordering::Relaxed);
         }
     }
 
@@ -283,31 +504,27 @@ impl Mapped {
 
     /// Events emitted since the pages were made, by kind.
     pub(crate) fn emitted(&self) -> ByKind {
-        self.view().map_or(self.baseline.0, |pages| counters(&pages).0)
+        counters(&self.view()).0
     }
 
     /// Asks the writers for no more events; the lease, and with it the right to read what is there, stays.
     pub(crate) fn disarm(&mut self) {
         self.wanted = 0;
-        if let Some(lease) = self.lease
-            && let Some(pages) = self.view()
-        {
+        if let Some(lease) = self.lease {
             // If it is another reader's by now, it is not ours to disarm.
-            let _ = pages.header().lease.arm(lease, 0);
+            let _ = self.view().header().lease.arm(lease, 0);
         }
     }
 
     /// Disarms the ring and gives the lease back.
     pub(crate) fn release(&mut self) {
-        if let Some(lease) = self.lease.take()
-            && let Some(pages) = self.view()
-        {
-            pages.header().lease.release(lease);
+        if let Some(lease) = self.lease.take() {
+            self.view().header().lease.release(lease);
         }
     }
 
-    /// Takes at most `limit` records out of the ring, if it is ours, of those that are in there now; `true` if these were all
-    /// delivered. `dead` says that no writer is left: slots that were claimed and never finished are skipped.
+    /// Takes at most `limit` records out of the ring, if it is ours, of those that are in there now, for [`POLL_TIME`] at most; `true` if
+    /// these were all delivered. `dead` says that no writer is left: slots that were claimed and never finished are skipped.
     pub(crate) fn drain(
         &mut self,
         limit: usize,
@@ -319,16 +536,23 @@ impl Mapped {
         let until = self.head();
         let mut held_up = false;
         let mut left = limit;
+        let pages = self.mapping.view();
         // A reader that was stopped so long that another one has the ring leaves that one its records.
-        if let Some(pages) = self.view().filter(|pages| pages.header().lease.is_in(term)) {
+        if pages.header().lease.is_in(term) {
             let (cursor, slots) = (&pages.header().cursor, pages.ring());
+            let deadline = Deadline::after(POLL_TIME);
+            let mut passes = slots.len();
             while left > 0 {
+                if left.is_multiple_of(STRIDE) && deadline.is_over() {
+                    left = 0;
+                    break;
+                }
                 // Relaxed: only this reader moves the tail, or one after whom nothing here is its own.
                 let tail = cursor.tail.load(Ordering::Relaxed);
                 if until.wrapping_sub(tail) as i64 <= 0 {
                     break;
                 }
-                if let Some((position, record)) = ring::pop_at(cursor, slots) {
+                if let Some((position, record)) = ring::pop_at(cursor, slots, &mut passes) {
                     take(&pages, position, record);
                 } else if !ring::is_held_up(cursor, slots) {
                     break;
@@ -341,6 +565,7 @@ impl Mapped {
                 left -= 1;
             }
         }
+        self.is_cut = left == 0;
         if !held_up {
             self.held_up_since = None;
             return left > 0;
@@ -351,9 +576,7 @@ impl Mapped {
 
     /// Events of the kinds in `mask` lost in the ring since the last call.
     pub(crate) fn newly_lost(&mut self, mask: u64) -> Vec<(Kind, u64)> {
-        let Some(now) = self.view().map(|pages| counters(&pages).1) else {
-            return Vec::new();
-        };
+        let now = counters(&self.view()).1;
         let mut lost = Vec::new();
         for kind in Kind::ALL {
             let index = *kind as usize;
@@ -368,10 +591,7 @@ impl Mapped {
 
     /// Emitted and lost events: when the ring was armed, and now.
     pub(crate) fn counters(&self) -> ((ByKind, ByKind), (ByKind, ByKind)) {
-        (
-            self.baseline,
-            self.view().map_or(self.baseline, |pages| counters(&pages)),
-        )
+        (self.baseline, counters(&self.view()))
     }
 }
 
@@ -394,16 +614,6 @@ fn taken(pages: &Pages<'_>) -> ByKind {
     std::array::from_fn(|kind| pages.header().taken[kind].load(Ordering::Relaxed))
 }
 
-/// A reader in words, for messages.
-fn name(holder: &Holder, own: &Reader) -> String {
-    match &holder.reader {
-        Some(reader) if reader.namespace() == own.namespace() => format!("process {}", reader.pid()),
-        // Its number means another process here, if any.
-        Some(reader) => format!("process {} of another pid namespace", reader.pid()),
-        None => "a reader that has just begun".to_owned(),
-    }
-}
-
 /// What became of the lease.
 #[derive(Debug)]
 pub(crate) enum Hold {
@@ -411,8 +621,8 @@ pub(crate) enum Hold {
     AsBefore,
     /// Another reader has taken it.
     Lost {
-        /// Who, in words.
-        holder: String,
+        /// Who.
+        holder: LeaseHolder,
         /// How long ago this reader's last sign of life was by then.
         silent_ns: u64,
     },

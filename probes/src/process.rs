@@ -1,23 +1,32 @@
 //! What `/proc` says about a process.
 
 use std::{
-    fs, io,
+    fs::File,
+    io,
     os::{
         fd::{AsRawFd as _, FromRawFd as _, OwnedFd},
-        unix::fs::{FileExt as _, MetadataExt as _},
+        unix::fs::FileExt as _,
     },
+    time::Duration,
 };
 
 use ringsight_records::pages::Reader;
 
 use crate::{
     error::AttachError,
+    host,
+    limits::{Deadline, LeftOut, Limit},
+    procfs::{self, FileKey, ProcessDirectory, parse_stat, status_field},
     sample::Process,
     target::{Flavour, Library, process_error},
 };
 
-/// Environment variables that are handed on for resource attributes.
-const ENVIRONMENT: [&str; 16] = [
+/// The variable that names the host for the library.
+const HOST_ID: &str = "NCCL_HOSTID";
+
+/// That, and the environment variables that are handed on for resource attributes.
+const ENVIRONMENT: [&str; 17] = [
+    HOST_ID,
     "OTEL_SERVICE_NAME",
     "OTEL_RESOURCE_ATTRIBUTES",
     "SLURM_JOB_ID",
@@ -39,34 +48,21 @@ const ENVIRONMENT: [&str; 16] = [
 /// Start time of a process in clock ticks since boot; `None` if it does not exist or is a zombie.
 #[must_use]
 pub fn start_time(pid: u32) -> Option<u64> {
-    parse_stat(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+    ProcessDirectory::open(pid).ok()?.start_time()
 }
 
-/// Start time of this process. By `/proc/self`: the number that it has in its own pid namespace may be another process's in
-/// the namespace that `/proc` was mounted for.
+/// Start time of this process.
 #[must_use]
 pub fn own_start_time() -> u64 {
-    fs::read_to_string("/proc/self/stat")
-        .ok()
-        .and_then(|stat| parse_stat(&stat))
-        .unwrap_or(0)
-}
-
-/// Field 22 of a `stat` line. The name in field 2 may hold anything, so fields are counted from its closing parenthesis.
-fn parse_stat(stat: &str) -> Option<u64> {
-    let mut fields = stat.get(stat.rfind(')')? + 1..)?.split_ascii_whitespace();
-    let state = fields.next()?;
-    if matches!(state, "Z" | "X") {
-        return None;
-    }
-    fields.nth(18)?.parse().ok()
+    let own = ProcessDirectory::own().ok();
+    own.and_then(|own| own.start_time()).unwrap_or(0)
 }
 
 /// This process as it signs the lease of a ring.
 #[must_use]
 pub fn own_reader() -> Reader {
     // 0, which no namespace has, if there is no /proc to ask.
-    let namespace = fs::metadata("/proc/self/ns/pid").map_or(0, |namespace| namespace.ino());
+    let namespace = host::pid_namespace().map_or(0, |(_, inode)| inode);
     Reader::new(std::process::id(), own_start_time(), namespace)
 }
 
@@ -86,20 +82,41 @@ pub(crate) fn is_gone(own: &Reader, reader: &Reader) -> bool {
     if !exists {
         return true;
     }
-    // It may be a zombie, or another process of that number. A `/proc` of our own namespace tells: this process has one
-    // number in it.
-    let numbers = fs::read_to_string("/proc/self/status")
-        .ok()
-        .and_then(|status| Some(status_field(&status, "NSpid:")?.split_whitespace().count()));
-    numbers == Some(1)
-        && fs::read_to_string(format!("/proc/{pid}/stat"))
-            .is_ok_and(|stat| parse_stat(&stat).is_none_or(|started| started != reader.start_time()))
+    // It may be a zombie, or another process of that number. A `/proc` of our own namespace tells.
+    let stat = || ProcessDirectory::open(reader.pid())?.text("stat");
+    procfs::shows_own_namespace()
+        && stat().is_ok_and(|stat| parse_stat(&stat).is_none_or(|started| started != reader.start_time()))
+}
+
+/// Longest time that checking a reader may take: it is done for a message.
+const CHECK_TIME: Duration = Duration::from_millis(20);
+
+/// Whether the kernel says that the process by which a lease is signed may be the one that reads `pages`, the shared pages of `target`: it
+/// exists, it started when the lease says, it has the pages mapped, and its user is root, the target's, or this process's. The
+/// lease itself is what the target wrote there.
+pub(crate) fn may_read(reader: &Reader, own: &Reader, target: &ProcessDirectory, pages: FileKey) -> bool {
+    if own.namespace() == 0 || own.namespace() != reader.namespace() || !procfs::shows_own_namespace() {
+        return false;
+    }
+    let Ok(directory) = ProcessDirectory::open(reader.pid()) else {
+        return false;
+    };
+    let user = directory.effective_user();
+    let users = [
+        Some(0),
+        target.effective_user(),
+        ProcessDirectory::own().ok().and_then(|own| own.effective_user()),
+    ];
+    user.is_some()
+        && users.contains(&user)
+        && directory.start_time() == Some(reader.start_time())
+        && directory.maps_file(pages, Deadline::after(CHECK_TIME))
 }
 
 /// Whether a process is stopped by a signal or a debugger; `None` if it is gone.
 #[must_use]
 pub fn is_stopped(pid: u32) -> Option<bool> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let stat = ProcessDirectory::open(pid).ok()?.text("stat").ok()?;
     // The name, in parentheses, may hold anything; the state follows it.
     let state = stat.rsplit(')').next()?.split_whitespace().next()?;
     Some(matches!(state, "T" | "t"))
@@ -117,27 +134,26 @@ pub fn now_ns() -> u64 {
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// The process that thread `tid` belongs to.
-pub(crate) fn process_of(tid: u32) -> Result<u32, AttachError> {
-    let status = fs::read_to_string(format!("/proc/{tid}/status"))
-        .map_err(|error| process_error(tid, "status", &error))?;
-    status_field(&status, "Tgid:")
-        .and_then(|text| text.parse().ok())
-        .ok_or(AttachError::Gone { pid: tid })
+/// The directory of the process that thread `tid` belongs to.
+pub(crate) fn directory_of(tid: u32) -> Result<ProcessDirectory, AttachError> {
+    let open = || -> io::Result<_> {
+        let directory = ProcessDirectory::open(tid)?;
+        let status = directory.text("status")?;
+        let pid = status_field(&status, "Tgid:").and_then(|text| text.parse().ok());
+        match pid {
+            Some(pid) if pid != tid => ProcessDirectory::open(pid),
+            Some(_) => Ok(directory),
+            None => Err(io::Error::from_raw_os_error(libc::ESRCH)),
+        }
+    };
+    open().map_err(|error| process_error(tid, "status", &error))
 }
 
 /// The process's id in its own pid namespace.
-pub(crate) fn innermost_pid(pid: u32) -> io::Result<u32> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+pub(crate) fn innermost_pid(directory: &ProcessDirectory) -> io::Result<u32> {
+    let status = directory.text("status")?;
     let inner = status_field(&status, "NSpid:").and_then(|text| text.split_whitespace().last()?.parse().ok());
-    Ok(inner.unwrap_or(pid))
-}
-
-fn status_field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
-    status
-        .lines()
-        .find_map(|line| line.strip_prefix(name))
-        .map(str::trim)
+    Ok(inner.unwrap_or(directory.pid()))
 }
 
 /// A descriptor that becomes readable when the process ends.
@@ -174,79 +190,89 @@ pub(crate) fn ended(pidfds: &[&OwnedFd]) -> Vec<bool> {
 /// `/proc/<pid>/maps` belongs to the memory that the process had when the file was opened. After `execve`, of the same
 /// executable even, that memory is gone and the file empty, while pid, start time and pidfd are as before.
 #[derive(Debug)]
-pub(crate) struct Program(fs::File);
+pub(crate) struct Program(File);
 
 impl Program {
-    /// The program that `pid` runs now.
-    pub(crate) fn of(pid: u32) -> io::Result<Self> {
-        fs::File::open(format!("/proc/{pid}/maps")).map(Self)
+    /// The program that the process runs now.
+    pub(crate) fn of(directory: &ProcessDirectory) -> io::Result<Self> {
+        directory.open_text("maps").map(Self)
     }
 
     /// Whether the process, still running, has begun another program since.
-    pub(crate) fn is_replaced(&self, pid: u32) -> bool {
-        let is_empty = |file: &fs::File| file.read_at(&mut [0], 0).is_ok_and(|bytes| bytes == 0);
+    pub(crate) fn is_replaced(&self, directory: &ProcessDirectory) -> bool {
+        let is_empty = |file: &File| file.read_at(&mut [0], 0).is_ok_and(|bytes| bytes == 0);
         // A process that is ending has no memory either, and never will again.
-        is_empty(&self.0) && Self::of(pid).is_ok_and(|now| !is_empty(&now.0))
+        is_empty(&self.0) && Self::of(directory).is_ok_and(|now| !is_empty(&now.0))
     }
 }
 
 /// The variable `name` of a process's environment as it was started; `None` if it has none of that name.
 ///
 /// # Errors
-/// If the environment cannot be read, or the value is not UTF-8.
+/// If the environment cannot be read, or the value is not UTF-8, or what is asked for may lie past a limit
+/// ([`ENVIRONMENT_BYTES`](crate::limits::ENVIRONMENT_BYTES), [`VARIABLE_BYTES`](crate::limits::VARIABLE_BYTES)).
 pub fn environment_variable(pid: u32, name: &str) -> io::Result<Option<String>> {
-    let environ = fs::read(format!("/proc/{pid}/environ"))?;
-    variable(&environ, name)
-        .map(|value| {
-            let wrong = |_| io::Error::new(io::ErrorKind::InvalidData, format!("{name} is not UTF-8"));
-            str::from_utf8(value).map(str::to_owned).map_err(wrong)
-        })
-        .transpose()
+    let environment = ProcessDirectory::open(pid)?.environment()?;
+    match environment.variables(&[name]) {
+        [Some(found)] if found.is_cut => Err(io::Error::other(Limit::Variable)),
+        [Some(found)] => str::from_utf8(found.value)
+            .map(|value| Some(value.to_owned()))
+            .map_err(|_| io::Error::new(io::ErrorKind::InvalidData, format!("{name} is not UTF-8"))),
+        [None] if environment.is_cut() => Err(io::Error::other(Limit::Environment)),
+        [None] => Ok(None),
+    }
 }
 
-/// A variable among the `NAME=value` entries, each ended by a zero.
-fn variable<'a>(environ: &'a [u8], name: &str) -> Option<&'a [u8]> {
-    environ
-        .split(|byte| *byte == 0)
-        .find_map(|entry| entry.strip_prefix(name.as_bytes())?.strip_prefix(b"="))
-}
-
-/// Describes a process for the collector. `host` is the identity that the library wrote into its pages, if it has any.
-pub(crate) fn describe(pid: u32, started: u64, library: &Library, pages: Option<(u32, String)>) -> Process {
-    let read = |what: &str| fs::read_to_string(format!("/proc/{pid}/{what}")).unwrap_or_default();
+/// Describes a process for the collector. `pages` are library version and host identity that the library wrote into its pages, if it has
+/// any.
+pub(crate) fn describe(
+    directory: &ProcessDirectory,
+    started: u64,
+    library: &Library,
+    pages: Option<(u32, String)>,
+    left_out: &mut LeftOut,
+) -> Process {
     // Another user's environment may be unreadable; then there is none.
-    let environ = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-    let variable =
-        |name: &str| variable(&environ, name).map(|value| String::from_utf8_lossy(value).into_owned());
-    let host = variable("NCCL_HOSTID").filter(|host| !host.is_empty());
+    let environment = directory.environment().unwrap_or_default();
+    if environment.is_cut() {
+        left_out.count(Limit::Environment);
+    }
+    let variables = environment.variables(&ENVIRONMENT);
+    let variables = ENVIRONMENT.iter().zip(variables).filter_map(|(name, found)| {
+        let found = found?;
+        if found.is_cut {
+            left_out.count(Limit::Variable);
+        }
+        Some((
+            (*name).to_owned(),
+            String::from_utf8_lossy(found.value).into_owned(),
+        ))
+    });
+    let mut variables = variables.peekable();
+    // It comes first in the list, and is no attribute.
+    let host = variables
+        .next_if(|(name, _)| name == HOST_ID)
+        .map(|(_, host)| host)
+        .filter(|host| !host.is_empty());
     let (version, page_host) = pages.unwrap_or_default();
     let named = Some(page_host).filter(|host| !host.is_empty());
-    let host_name = host.clone().or(named).unwrap_or_else(|| host_name(pid));
+    let host_name = host.clone().or(named).unwrap_or_else(host_name);
     Process {
-        pid,
+        pid: directory.pid(),
         start_time: started,
-        name: read("comm").trim_end().to_owned(),
+        name: directory.text("comm").unwrap_or_default().trim_end().to_owned(),
         library: library.path.clone(),
         library_version: if version == 0 { library.version } else { version },
         host_id: host.unwrap_or_else(machine_id),
         host_name,
         instrumented: library.flavour == Flavour::Instrumented,
-        environment: ENVIRONMENT
-            .iter()
-            .filter_map(|name| Some(((*name).to_owned(), variable(name)?)))
-            .collect(),
+        environment: variables.collect(),
     }
 }
 
-/// UTS host name as the process has it: ours, if it is in our namespace; else what its root says.
-fn host_name(pid: u32) -> String {
-    let namespace = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/uts")).ok();
-    let own = || fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    let text = if namespace(&pid.to_string()) == namespace("self") {
-        own()
-    } else {
-        fs::read_to_string(format!("/proc/{pid}/root/etc/hostname")).unwrap_or_else(|_| own())
-    };
+/// The machine's host name. A process of another UTS namespace may call it something else; its root could tell, and is its own to fill.
+fn host_name() -> String {
+    let text = host::text("/proc/sys/kernel/hostname").unwrap_or_default();
     text.trim().to_owned()
 }
 
@@ -254,7 +280,7 @@ fn host_name(pid: u32) -> String {
 fn machine_id() -> String {
     ["/etc/machine-id", "/proc/sys/kernel/random/boot_id"]
         .iter()
-        .filter_map(|path| fs::read_to_string(path).ok())
+        .filter_map(|path| host::text(path).ok())
         .map(|text| text.trim().to_owned())
         .find(|text| !text.is_empty())
         .unwrap_or_default()
@@ -263,20 +289,6 @@ fn machine_id() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn start_time_is_counted_from_the_last_parenthesis() {
-        let fields: Vec<String> = (4..=52).map(|field| field.to_string()).collect();
-        let stat = |state: &str| format!("77 (a) b) (c) {state} {}", fields.join(" "));
-        assert_eq!(parse_stat(&stat("S")), Some(22));
-        assert_eq!(
-            parse_stat(&stat("Z")),
-            None,
-            "a zombie reads and writes nothing any more"
-        );
-        assert_eq!(parse_stat("77 (short) S 1 2"), None);
-        assert_eq!(parse_stat(""), None);
-    }
 
     #[test]
     fn a_reader_is_gone_only_where_its_number_means_something() {
@@ -291,7 +303,7 @@ mod tests {
         let mut child = std::process::Command::new("true").spawn().unwrap();
         let started = loop {
             // As long as it is no zombie it can be asked.
-            match fs::read_to_string(format!("/proc/{}/stat", child.id())) {
+            match std::fs::read_to_string(format!("/proc/{}/stat", child.id())) {
                 Ok(stat) if parse_stat(&stat).is_none() => break own.start_time(),
                 _ => std::thread::yield_now(),
             }
@@ -318,16 +330,6 @@ mod tests {
             os::unix::ffi::OsStrExt as _,
         };
 
-        let environ = b"A=1\0MYJOB=seven\0MYJOB_ID=8\0EMPTY=\0rubbish\0X=a=b\0";
-        for (name, value) in [
-            ("MYJOB", Some(&b"seven"[..])),
-            ("EMPTY", Some(b"")),
-            ("X", Some(b"a=b")),
-            ("MYJO", None),
-            ("rubbish", None),
-        ] {
-            assert_eq!(variable(environ, name), value, "{name}");
-        }
         let mut child = std::process::Command::new("cat")
             .env("MYJOB", "seven")
             .env("LATIN", std::ffi::OsStr::from_bytes(b"\xe9"))

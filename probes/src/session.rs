@@ -15,14 +15,16 @@ use crate::{
     attach::{Event, Probes},
     error::{AttachError, Unavailable},
     kernel,
+    limits::{Deadline, LET_GO_TIME, LeftOut, SEARCH_TIME},
     network::{self, SiteState},
-    pages::Mapped,
+    pages::{Access, Mapped, Search},
     process::{self, Program, now_ns},
+    procfs::ProcessDirectory,
     sample::{Carrier, Process, Sample, Source},
     site::{self, Site},
     stats::{Counters, ProbeStats},
     target::{self, Flavour},
-    watch::Watched,
+    watch::{Watched, leased},
 };
 use state::Target;
 
@@ -62,6 +64,7 @@ pub struct Session {
     /// Final counters of processes that have ended or were let go.
     finished: HashMap<u32, Counters>,
     past: ProbeStats,
+    left_out: LeftOut,
     ready: Vec<Sample>,
     problems: Vec<String>,
     own: Reader,
@@ -111,6 +114,7 @@ impl Session {
             targets: BTreeMap::new(),
             finished: HashMap::new(),
             past: ProbeStats::default(),
+            left_out: LeftOut::default(),
             ready: Vec::new(),
             problems,
             own: process::own_reader(),
@@ -149,16 +153,40 @@ impl Session {
     /// See [`AttachError`]; the session and its other processes are as before.
     pub fn attach(&mut self, pid: u32) -> Result<Attached, AttachError> {
         let begun = Instant::now();
-        let pid = process::process_of(pid)?;
+        let directory = process::directory_of(pid)?;
+        let mut left_out = LeftOut::default();
+        let attached = self.attach_to(directory, &mut left_out, begun);
+        if let Err(AttachError::Refused { .. }) = &attached {
+            left_out.pages_refused += 1;
+        }
+        if attached.is_ok() {
+            let limits: Vec<_> = left_out.limits().map(|(limit, _)| limit.to_string()).collect();
+            if !limits.is_empty() {
+                let limits = limits.join("; ");
+                self.problems
+                    .push(format!("process {pid} is not seen whole: {limits}"));
+            }
+        }
+        self.left_out.add(&left_out);
+        attached
+    }
+
+    fn attach_to(
+        &mut self,
+        directory: ProcessDirectory,
+        left_out: &mut LeftOut,
+        begun: Instant,
+    ) -> Result<Attached, AttachError> {
+        let pid = directory.pid();
         if self.targets.contains_key(&pid) {
             return Err(AttachError::Twice { pid });
         }
         let gone = AttachError::Gone { pid };
-        let started = process::start_time(pid).ok_or(gone.clone())?;
+        let started = directory.start_time().ok_or(gone.clone())?;
         let pidfd = process::pidfd(pid).map_err(|error| target::process_error(pid, "pidfd", &error))?;
         // Before the library is looked for: another program from here on is noticed.
-        let program = Program::of(pid).map_err(|error| target::process_error(pid, "maps", &error))?;
-        let library = target::find(pid)?;
+        let program = Program::of(&directory).map_err(|error| target::process_error(pid, "maps", &error))?;
+        let library = target::find_within(&directory, Deadline::after(SEARCH_TIME), left_out)?;
         let kernel = if self.options.force_nop1 {
             (0, 0)
         } else {
@@ -167,16 +195,19 @@ impl Session {
         let sites = site::plan(&library, kernel);
         let instrumented = library.flavour == Flavour::Instrumented;
 
-        let mut pages = if instrumented { Mapped::find(pid)? } else { None };
-        let mut base = None;
-        if let Some(pages) = &mut pages {
+        let mut search = Search::default();
+        let mut pages = None;
+        if instrumented && let Some(mut found) = Mapped::find(&directory, &mut search, Access::Lease)? {
             // Before any probe is placed: a second reader must not disturb the first. The ring is armed from here on, and what it has no room for
             // before the probes are in place is lost.
-            base = pages.lease(pid, &self.own, self.mask())?;
+            match found.lease(&self.own, self.mask()) {
+                Ok(base) => pages = Some((found, base)),
+                Err(holder) => return Err(leased(&found, &holder, &self.own, &directory)),
+            }
         }
         let mut probed = None;
         if let Some(probes) = &mut self.probes {
-            match probes.watch(pid, &library, &sites) {
+            match probes.watch(&directory, &library, &sites) {
                 Ok(keys) => probed = Some(keys),
                 Err(error) => {
                     let denied = matches!(error.raw_os_error(), Some(libc::EPERM | libc::EACCES));
@@ -200,10 +231,11 @@ impl Session {
             });
             return Err(AttachError::Ebpf { pid, unavailable });
         }
-        let identity = pages.as_ref().map(Mapped::identity);
-        let process = Arc::new(process::describe(pid, started, &library, identity));
+        let identity = pages.as_ref().map(|(pages, _)| pages.identity());
+        let process = process::describe(&directory, started, &library, identity, left_out);
+        let process = Arc::new(process);
         // The process may have ended, and its number be another's, while it was looked at.
-        if process::start_time(pid) != Some(started) {
+        if directory.start_time() != Some(started) {
             if let (Some(probes), Some((key, _))) = (&mut self.probes, probed) {
                 probes.forget(key);
                 probes.unlink(key, library.key);
@@ -211,10 +243,10 @@ impl Session {
             return Err(gone);
         }
         self.ready.push(Sample::Process(Arc::clone(&process)));
-        let pages = pages.map(|pages| (pages, base));
-        let mut watched = Watched::new(pid, instrumented, probed.is_some(), pages, now_ns());
+        let mut watched = Watched::new(pid, instrumented, probed.is_some(), (pages, search), now_ns());
         watched.communicators(&mut self.ready);
         let target = Target {
+            directory,
             pidfd,
             program,
             replaced: false,
@@ -277,6 +309,12 @@ impl Session {
         stats
     }
 
+    /// What was left out of what targets showed, by the limits of [`limits`](crate::limits).
+    #[must_use]
+    pub fn left_out(&self) -> LeftOut {
+        self.left_out
+    }
+
     /// Kinds that the rings are armed for. What an operation's caller writes into one costs it a tenth of a probe, and should this
     /// reader be killed, its successor finds it there.
     fn mask(&self) -> u64 {
@@ -323,8 +361,15 @@ impl Session {
                 target.watched.disarm();
             }
         }
-        // Bounded all the same: what comes meanwhile is other processes'.
-        self.drain_both(pids, &mut samples);
+        // Bounded all the same: what comes meanwhile is other processes', or written by one that goes on.
+        let deadline = Deadline::after(LET_GO_TIME);
+        loop {
+            self.drain_both(pids, &mut samples);
+            let mut targets = pids.iter().filter_map(|pid| self.targets.get(pid));
+            if deadline.is_over() || !targets.any(|target| target.watched.is_cut()) {
+                break;
+            }
+        }
         for pid in pids {
             if let Some(target) = self.targets.remove(pid) {
                 self.close(*pid, target, false, &mut samples);
@@ -352,15 +397,15 @@ impl Session {
         }
         self.programs_ns = now_ns;
         for ((pid, target), ended) in self.targets.iter_mut().zip(ended) {
-            if *ended || target.replaced || !target.program.is_replaced(*pid) {
+            if *ended || target.replaced || !target.program.is_replaced(&target.directory) {
                 continue;
             }
             target.replaced = true;
-            let name = std::fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
+            let name = target.directory.link(c"exe").unwrap_or_default();
             self.problems.push(format!(
                 "process {pid} has begun another program ({}): what the one before was doing ended with it; \
                  attach again once this one has loaded the library",
-                name.display()
+                name.to_string_lossy()
             ));
         }
     }
@@ -448,7 +493,10 @@ impl Source for Session {
         self.look_for_other_programs(now, &ended);
         let mask = self.mask();
         for target in self.targets.values_mut() {
-            if let Err(problem) = target.watched.look(now, &self.own, mask) {
+            if let Err(problem) = target.watched.look(&target.directory, now, &self.own, mask) {
+                if let AttachError::Refused { .. } = &problem {
+                    self.left_out.pages_refused += 1;
+                }
                 self.problems.push(problem.to_string());
             }
         }

@@ -4,29 +4,18 @@
 //! `/proc/<pid>/map_files/<range>`, so that it is the right one in another mount namespace, in an overlay, in a copied virtual
 //! environment, and after it was deleted or replaced on disk.
 
-use std::{
-    collections::BTreeMap,
-    fmt::Write as _,
-    fs::{self, File},
-    io,
-    os::unix::fs::MetadataExt as _,
-    path::{Path, PathBuf},
-};
+use std::{fmt::Write as _, fs::File, io, path::PathBuf};
 
+use ringsight_records::PROBE_SYMBOLS;
+
+pub use crate::procfs::FileKey;
 use crate::{
-    elf::{Image, Symbol},
+    elf::{Blocks, ElfError, Image, Symbol},
     error::AttachError,
+    limits::{Deadline, LeftOut, Limit, SEARCH_TIME},
+    procfs::{self, MappedFile, MapsEnd, ProcessDirectory},
     signature, version,
 };
-
-/// Identity of a file, whatever its names: device and inode.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct FileKey {
-    /// Device.
-    pub device: u64,
-    /// Inode.
-    pub inode: u64,
-}
 
 /// What kind of library was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,34 +45,50 @@ pub struct Library {
     pub symbols: Vec<Symbol>,
 }
 
-/// One mapped file.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Mapping {
-    start: u64,
-    end: u64,
-    path: String,
-}
-
 /// Finds the library of `pid`: one with probe functions if there is any, else one that exports `ncclAllReduce`.
 ///
 /// # Errors
 /// Nothing found, or no right to look; see [`AttachError`].
 pub fn find(pid: u32) -> Result<Library, AttachError> {
-    let maps = fs::read_to_string(format!("/proc/{pid}/maps"))
+    let directory = ProcessDirectory::open(pid).map_err(|error| process_error(pid, "maps", &error))?;
+    find_within(&directory, Deadline::after(SEARCH_TIME), &mut LeftOut::default())
+}
+
+/// The same, as far as time allows; counts what was left out.
+pub(crate) fn find_within(
+    directory: &ProcessDirectory,
+    deadline: Deadline,
+    left_out: &mut LeftOut,
+) -> Result<Library, AttachError> {
+    let pid = directory.pid();
+    let (mut files, end) = directory
+        .mapped_files(deadline)
         .map_err(|error| process_error(pid, "maps", &error))?;
-    let mut files = mapped_files(&maps);
-    if files.is_empty() {
+    if files.is_empty() && end == MapsEnd::Whole {
         return Err(AttachError::Gone { pid });
     }
     // A library called *nccl* is most likely the one, and most processes map hundreds of files.
-    files.sort_by_key(|mapping| !is_likely(&mapping.path));
+    files.sort_by_key(|file| !is_likely(&file.path));
 
+    let mut search = Search {
+        blocks: Blocks::default(),
+        deadline,
+        limit: None,
+        left_out,
+    };
+    if let MapsEnd::Cut(limit) = end {
+        search.reached(limit);
+    }
     let mut stock = None;
     let mut looked_at = Vec::new();
     let mut stripped = None;
     let mut denied = None;
-    for mapping in &files {
-        let file = match open(pid, mapping) {
+    for mapped in &files {
+        if deadline.is_over() {
+            search.reached(Limit::SearchTime);
+            break;
+        }
+        let file = match directory.open_mapped(mapped) {
             Ok(file) => file,
             Err(error) => {
                 if error.kind() == io::ErrorKind::PermissionDenied {
@@ -92,23 +97,19 @@ pub fn find(pid: u32) -> Result<Library, AttachError> {
                 continue;
             }
         };
-        let Ok(Some(image)) = Image::map(&file) else {
-            continue;
-        };
-        looked_at.push(mapping.path.clone());
-        let found = image.find(&ringsight_records::PROBE_SYMBOLS);
-        if found.len() == ringsight_records::PROBE_SYMBOLS.len() {
-            return library(mapping, file, &image, Flavour::Instrumented, found);
+        match search.examine(&file, stock.is_some(), is_likely(&mapped.path)) {
+            Found::Nothing => {}
+            Found::NoSymbols => stripped = Some(PathBuf::from(&mapped.path)),
+            Found::Library(about) => {
+                let library = about.of_file(mapped, file)?;
+                if library.flavour == Flavour::Instrumented {
+                    return Ok(library);
+                }
+                stock = Some(library);
+            }
+            Found::NoLibraryFile => continue,
         }
-        if stock.is_some() {
-            continue;
-        }
-        let calls = image.find(&signature::NAMES);
-        if calls.iter().any(|symbol| symbol.name == "ncclAllReduce") {
-            stock = Some(library(mapping, file, &image, Flavour::Stock, calls)?);
-        } else if is_likely(&mapping.path) && !image.has_symbols() {
-            stripped = Some(PathBuf::from(&mapping.path));
-        }
+        looked_at.push(mapped.path.clone());
     }
     if let Some(library) = stock {
         return Ok(library);
@@ -121,13 +122,150 @@ pub fn find(pid: u32) -> Result<Library, AttachError> {
     {
         return Err(process_error(pid, "map_files", &error));
     }
-    Err(AttachError::NoLibrary { pid, looked_at })
+    match search.limit {
+        Some(limit) => Err(AttachError::Limit { pid, limit }),
+        None => Err(AttachError::NoLibrary { pid, looked_at }),
+    }
+}
+
+/// A search through the files of one process.
+struct Search<'a> {
+    blocks: Blocks,
+    deadline: Deadline,
+    /// The first limit that was reached.
+    limit: Option<Limit>,
+    left_out: &'a mut LeftOut,
+}
+
+/// What a file is.
+enum Found {
+    /// No ELF file.
+    NoLibraryFile,
+    /// None of ours.
+    Nothing,
+    /// It is called as a library, and has no symbols.
+    NoSymbols,
+    Library(About),
+}
+
+/// What a library's file says.
+struct About {
+    flavour: Flavour,
+    build_id: String,
+    version: u32,
+    symbols: Vec<Symbol>,
+}
+
+impl Search<'_> {
+    fn reached(&mut self, limit: Limit) {
+        self.left_out.count(limit);
+        self.limit.get_or_insert(limit);
+    }
+
+    /// Looks into a file, for probe functions alone if `has_stock`.
+    fn examine(&mut self, file: &File, has_stock: bool, is_likely: bool) -> Found {
+        let mut blocks = std::mem::take(&mut self.blocks);
+        let found = Image::open(file, &mut blocks, self.deadline)
+            .map(|mut image| self.examine_image(&mut image, has_stock, is_likely));
+        self.blocks = blocks;
+        match found {
+            Ok(Ok(found)) => found,
+            Ok(Err(ElfError::Limit(limit))) | Err(ElfError::Limit(limit)) => {
+                self.reached(limit);
+                Found::Nothing
+            }
+            // Headers that make sense, and tables that lead outside the file.
+            Ok(Err(_)) => Found::Nothing,
+            Err(_) => Found::NoLibraryFile,
+        }
+    }
+
+    fn examine_image(
+        &mut self,
+        image: &mut Image<'_, File>,
+        has_stock: bool,
+        is_likely: bool,
+    ) -> Result<Found, ElfError> {
+        let is_whole = |found: &[Symbol]| found.len() == PROBE_SYMBOLS.len();
+        let is_stock = |calls: &[Symbol]| calls.iter().any(|symbol| symbol.name == "ncclAllReduce");
+        let mut probes = image.exports(&PROBE_SYMBOLS)?;
+        if is_whole(&probes) {
+            return Ok(Found::Library(self.about(image, Flavour::Instrumented, probes)));
+        }
+        let mut calls = if has_stock {
+            Vec::new()
+        } else {
+            image.exports(&signature::NAMES)?
+        };
+        if probes.is_empty() && calls.is_empty() {
+            let all = [&PROBE_SYMBOLS[..], &signature::NAMES].concat();
+            let of_ours = |symbol: &Symbol| PROBE_SYMBOLS.contains(&&*symbol.name);
+            (probes, calls) = image.linked_in(&all)?.into_iter().partition(of_ours);
+            if is_whole(&probes) {
+                return Ok(Found::Library(self.about(image, Flavour::Instrumented, probes)));
+            }
+        }
+        if !has_stock && is_stock(&calls) {
+            return Ok(Found::Library(self.about(image, Flavour::Stock, calls)));
+        }
+        Ok(if !has_stock && is_likely && !image.has_symbols()? {
+            Found::NoSymbols
+        } else {
+            Found::Nothing
+        })
+    }
+
+    fn about(&mut self, image: &mut Image<'_, File>, flavour: Flavour, symbols: Vec<Symbol>) -> About {
+        // A library without build id or version is one all the same.
+        let id = image.build_id();
+        let id = self.known(id);
+        let version = version::of(image);
+        About {
+            flavour,
+            build_id: id.iter().fold(String::new(), |mut text, byte| {
+                // Writing to a string does not fail.
+                let _ = write!(text, "{byte:02x}");
+                text
+            }),
+            version: self.known(version),
+            symbols,
+        }
+    }
+
+    /// What is known of a file; nothing past a limit or if it is damaged.
+    fn known<T: Default>(&mut self, result: Result<T, ElfError>) -> T {
+        result.unwrap_or_else(|error| {
+            if let ElfError::Limit(limit) = error {
+                self.left_out.count(limit);
+            }
+            T::default()
+        })
+    }
+}
+
+impl About {
+    fn of_file(self, mapped: &MappedFile, file: File) -> Result<Library, AttachError> {
+        let path = PathBuf::from(&mapped.path);
+        let about = rustix::fs::fstat(&file).map_err(|error| AttachError::Library {
+            path: path.clone(),
+            problem: error.to_string(),
+        })?;
+        Ok(Library {
+            path,
+            key: FileKey::of(&about),
+            file,
+            flavour: self.flavour,
+            build_id: self.build_id,
+            version: self.version,
+            symbols: self.symbols,
+        })
+    }
 }
 
 /// What a failure to read `/proc/<pid>/<what>` means.
 pub(crate) fn process_error(pid: u32, what: &'static str, error: &io::Error) -> AttachError {
     match error.raw_os_error() {
-        Some(libc::ENOENT | libc::ESRCH) if !Path::new(&format!("/proc/{pid}")).exists() => {
+        Some(libc::ENOENT | libc::ESRCH) if !procfs::is_shown(pid) => {
             // SAFETY: signal 0 asks, and does nothing.
             let asked = unsafe { libc::kill(pid.cast_signed(), 0) };
             // A `/proc` mounted with `hidepid` has no entry for what it hides.
@@ -153,148 +291,29 @@ fn is_likely(path: &str) -> bool {
         .is_some_and(|name| name.contains("nccl") || name.contains("ringsight"))
 }
 
-/// The distinct files of a `maps` text that have an executable mapping, each with one of those mappings.
-fn mapped_files(maps: &str) -> Vec<Mapping> {
-    let mut files = BTreeMap::new();
-    for line in maps.lines() {
-        let mut fields = line.splitn(6, ' ');
-        let (Some(range), Some(permissions), Some(_offset), Some(device), Some(inode), Some(path)) = (
-            fields.next(),
-            fields.next(),
-            fields.next(),
-            fields.next(),
-            fields.next(),
-            fields.next(),
-        ) else {
-            continue;
-        };
-        let path = path.trim_start();
-        if !permissions.contains('x') || !path.starts_with('/') || path.starts_with("/memfd:") {
-            continue;
-        }
-        let Some((start, end)) = range.split_once('-') else {
-            continue;
-        };
-        let (Ok(start), Ok(end)) = (u64::from_str_radix(start, 16), u64::from_str_radix(end, 16)) else {
-            continue;
-        };
-        files
-            .entry((device.to_owned(), inode.to_owned()))
-            .or_insert_with(|| Mapping {
-                start,
-                end,
-                path: unescape(path),
-            });
-    }
-    files.into_values().collect()
-}
-
-/// A path of `maps`: newlines are written `\012`, and ` (deleted)` follows the name of an unlinked file.
-fn unescape(path: &str) -> String {
-    path.strip_suffix(" (deleted)")
-        .unwrap_or(path)
-        .replace("\\012", "\n")
-}
-
-fn open(pid: u32, mapping: &Mapping) -> io::Result<File> {
-    let through_map = format!("/proc/{pid}/map_files/{:x}-{:x}", mapping.start, mapping.end);
-    File::open(through_map).or_else(|error| {
-        // `map_files` wants CAP_CHECKPOINT_RESTORE. The path as the process sees it names the same file unless it was
-        // deleted or replaced since, which the check below finds out.
-        let named = File::open(format!("/proc/{pid}/root{}", mapping.path)).map_err(|_| error)?;
-        let metadata = named.metadata()?;
-        let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?;
-        let same = maps.lines().any(|line| {
-            line.split_whitespace().nth(4) == Some(metadata.ino().to_string().as_str())
-                && line.contains(&mapping.path)
-        });
-        if same {
-            Ok(named)
-        } else {
-            Err(io::ErrorKind::PermissionDenied.into())
-        }
-    })
-}
-
-fn library(
-    mapping: &Mapping,
-    file: File,
-    image: &Image,
-    flavour: Flavour,
-    symbols: Vec<Symbol>,
-) -> Result<Library, AttachError> {
-    let metadata = file.metadata().map_err(|error| AttachError::Library {
-        path: PathBuf::from(&mapping.path),
-        problem: error.to_string(),
-    })?;
-    let mut build_id = String::new();
-    for byte in image.build_id() {
-        let _ = write!(build_id, "{byte:02x}");
-    }
-    Ok(Library {
-        path: PathBuf::from(&mapping.path),
-        key: FileKey {
-            device: metadata.dev(),
-            inode: metadata.ino(),
-        },
-        file,
-        flavour,
-        build_id,
-        version: version::of(image),
-        symbols,
-    })
-}
-
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
-    const MAPS: &str = "\
-55d0c8a00000-55d0c8a02000 r--p 00000000 fe:00 1234 /usr/bin/python3
-55d0c8a02000-55d0c8a03000 r-xp 00002000 fe:00 1234 /usr/bin/python3
-00400000-00401000 r-xp 00000000 00:2f 99999999999 /srv/a dir/lib nccl.so.2 (deleted)
-7f0000000000-7f0000001000 r-xp 00000000 00:01 77 /memfd:jit (deleted)
-7ffd1c5f2000-7ffd1c5f4000 r-xp 00000000 00:00 0 [vdso]
-rubbish
-7f-zz r-xp 0 0 1 /x
-";
-
     #[test]
-    fn maps_give_one_executable_mapping_per_file() {
-        let files = mapped_files(MAPS);
-        assert_eq!(
-            files,
-            [
-                Mapping {
-                    start: 0x40_0000,
-                    end: 0x40_1000,
-                    path: "/srv/a dir/lib nccl.so.2".into()
-                },
-                Mapping {
-                    start: 0x55d0_c8a0_2000,
-                    end: 0x55d0_c8a0_3000,
-                    path: "/usr/bin/python3".into()
-                },
-            ]
-        );
-        assert!(is_likely(&files[0].path) && !is_likely(&files[1].path));
+    fn the_name_tells_which_file_is_looked_at_first() {
+        assert!(is_likely("/srv/a dir/lib nccl.so.2") && is_likely("libringsight_comm.so"));
+        assert!(!is_likely("/opt/nccl/bin/python3"));
     }
 
     #[test]
     fn a_process_without_the_library_is_told_what_was_looked_at() {
-        let Err(AttachError::NoLibrary { looked_at, .. }) = find(std::process::id()) else {
+        let own = ProcessDirectory::own().unwrap();
+        let deadline = Deadline::after(Duration::from_secs(60));
+        let found = find_within(&own, deadline, &mut LeftOut::default());
+        let Err(AttachError::NoLibrary { looked_at, .. }) = found else {
             panic!("this test links no communication library")
         };
         assert!(
             looked_at.iter().any(|path| path.contains("libc.so")),
             "{looked_at:?}"
         );
-    }
-
-    proptest::proptest! {
-        #[test]
-        fn any_text_is_survived(text in "\\PC*", tail in "[0-9a-f-]{0,20} r-xp 0 0:0 1 /[ -~]{0,30}") {
-            let _ = mapped_files(&format!("{text}\n{tail}"));
-        }
     }
 }

@@ -2,37 +2,43 @@
 
 use memchr::memmem;
 
-use crate::elf::Image;
+use crate::{
+    elf::{ElfError, Image, Source},
+    limits::{CONSTANTS_BYTES, Limit},
+};
 
 /// What every release of NCCL has among its constants, followed by the version: it prints this line on `NCCL_DEBUG=VERSION`.
 const BANNER: &[u8] = b"NCCL version ";
-/// Constants that are searched: NCCL has some megabytes of them, a framework that it is linked into many more.
-const SEARCHED: usize = 64 << 20;
+/// Bytes of the longest version, two digits in each of three parts, and of what ends it.
+const VERSION_BYTES: usize = 9;
 
 /// `ncclGetVersion`'s number, 0 if the file does not tell.
-pub(crate) fn of(image: &Image) -> u32 {
-    stored(image)
-        .or_else(|| image.section(".rodata").and_then(named))
-        .unwrap_or(0)
+pub(crate) fn of<S: Source + ?Sized>(image: &mut Image<'_, S>) -> Result<u32, ElfError> {
+    if let Some(version) = image.code("ncclGetVersion", 256)?.as_deref().and_then(stored) {
+        return Ok(version);
+    }
+    // NCCL has some megabytes of constants, a framework that it is linked into many more.
+    let limit = (CONSTANTS_BYTES, Limit::Constants);
+    let named = image.search_section(".rodata", limit, BANNER.len() + VERSION_BYTES, named)?;
+    Ok(named.unwrap_or(0))
 }
 
 /// The constant that `ncclGetVersion` stores (`mov dword ptr [rdi], imm32`, or through `rbx`).
-fn stored(image: &Image) -> Option<u32> {
-    let symbol = image.find(&["ncclGetVersion"]).pop()?;
-    let start = usize::try_from(symbol.offset).ok()?;
-    let code = image.data().get(start..)?;
-    code[..code.len().min(256)]
-        .windows(6)
+fn stored(code: &[u8]) -> Option<u32> {
+    code.windows(6)
         .filter(|window| window.starts_with(&[0xc7, 0x07]) || window.starts_with(&[0xc7, 0x03]))
         .map(|window| u32::from_le_bytes([window[2], window[3], window[4], window[5]]))
         // 2.0.0 … 9.99.99, in either of the two schemes of `number`.
         .find(|version| (2000..100_000).contains(version))
 }
 
-/// The version that stands in the constants.
+/// The version that stands in a piece of the constants. A banner at its end that is cut stands whole in the next piece.
 fn named(constants: &[u8]) -> Option<u32> {
-    let searched = &constants[..constants.len().min(SEARCHED)];
-    memmem::find_iter(searched, BANNER).find_map(|at| number(&searched[at + BANNER.len()..]))
+    memmem::find_iter(constants, BANNER).find_map(|at| {
+        let text = &constants[at + BANNER.len()..];
+        let is_end = |byte: &u8| !byte.is_ascii_digit() && *byte != b'.';
+        number(text).filter(|_| text.iter().take(VERSION_BYTES).any(is_end))
+    })
 }
 
 /// The number of a version that `text` begins with, e.g. `2.28.9+cuda13.0`; `None` if it does not begin with one.
@@ -72,6 +78,11 @@ mod tests {
             b"\0NCCL version \0NCCL version %d.%d\0NCCL version 2.28.9+cuda13.0\0NCCL version 2.27.3\0";
         assert_eq!(named(constants), Some(22_809));
         assert_eq!(named(b"NCCL version 2.28"), None);
+        assert_eq!(
+            named(b"NCCL version 2.28.1"),
+            None,
+            "it may go on in the next piece"
+        );
         assert_eq!(named(b""), None);
     }
 

@@ -3,7 +3,7 @@
 use ringsight_records::{
     Kind, Record, VERSION,
     connection::ConnectionSlot,
-    pages::{Pages, Reader},
+    pages::{CommSlot, Holder, Pages, Reader},
     probed::{ProbedCall, site_of},
     verdicts::GivenVerdict,
 };
@@ -11,7 +11,9 @@ use ringsight_records::{
 use crate::{
     account::{Account, Base, ByKind},
     error::AttachError,
-    pages::{Hold, Mapped, Seen, devices},
+    limits::{HELD_RECORDS, VERDICTS_A_POLL},
+    pages::{Access, Hold, Mapped, Search, Seen, devices},
+    procfs::ProcessDirectory,
     sample::{Carrier, HostCall, Sample},
     signature,
     stats::Counters,
@@ -32,6 +34,9 @@ pub(crate) struct Watched {
     /// Sparse records come through probes where the ring does not take them.
     probed: bool,
     pages: Option<Mapped>,
+    search: Search,
+    /// The pages may have been there before the probes: the look at that time did not go through all descriptors.
+    was_cut: bool,
     account: Account,
     recovery: Option<Recovery>,
     /// Emitted when the end began: what comes after is not ours to see.
@@ -41,6 +46,12 @@ pub(crate) struct Watched {
     foreign: bool,
     /// What kept the pages from being used was reported.
     refused: bool,
+    /// The last drain left records in the ring.
+    is_behind: bool,
+    /// Records of the probes, with their threads, that wait for what the ring holds.
+    held: Vec<(u32, Record)>,
+    /// Verdicts that may still be looked up for records of the probes, until the next drain.
+    probed_verdicts: usize,
 }
 
 /// The beginning of a watch: what the ring held by then is still being read.
@@ -57,7 +68,7 @@ impl Watched {
         pid: u32,
         instrumented: bool,
         probed: bool,
-        pages: Option<(Mapped, Option<Base>)>,
+        (pages, search): (Option<(Mapped, Base)>, Search),
         now_ns: u64,
     ) -> Self {
         let mut watched = Self {
@@ -65,12 +76,17 @@ impl Watched {
             instrumented,
             probed,
             pages: None,
+            was_cut: search.is_under_way(),
+            search,
             account: Account::new(),
             recovery: None,
             end: None,
             looked_ns: 0,
             foreign: false,
             refused: false,
+            is_behind: false,
+            held: Vec::new(),
+            probed_verdicts: VERDICTS_A_POLL,
         };
         if let Some((pages, base)) = pages {
             watched.begin(pages, base, now_ns);
@@ -78,19 +94,23 @@ impl Watched {
         watched
     }
 
-    fn begin(&mut self, pages: Mapped, base: Option<Base>, now_ns: u64) {
-        if let Some(base) = base {
-            self.account.begin(base);
-            self.recovery = Some(Recovery {
-                until: pages.head(),
-                began_ns: now_ns,
-            });
-        }
+    fn begin(&mut self, pages: Mapped, base: Base, now_ns: u64) {
+        self.account.begin(base);
+        self.recovery = Some(Recovery {
+            until: pages.head(),
+            began_ns: now_ns,
+        });
         self.pages = Some(pages);
     }
 
     /// Looks for the pages, if there are none yet and it is time: a library makes them with its first communicator.
-    pub(crate) fn look(&mut self, now_ns: u64, own: &Reader, mask: u64) -> Result<(), AttachError> {
+    pub(crate) fn look(
+        &mut self,
+        directory: &ProcessDirectory,
+        now_ns: u64,
+        own: &Reader,
+        mask: u64,
+    ) -> Result<(), AttachError> {
         if !self.instrumented
             || self.pages.is_some()
             || self.end.is_some()
@@ -99,40 +119,41 @@ impl Watched {
             return Ok(());
         }
         self.looked_ns = now_ns;
-        let found = Mapped::find(self.pid).and_then(|found| {
-            let Some(mut pages) = found else { return Ok(None) };
-            let mut base = pages.lease(self.pid, own, mask)?;
-            let from_zero = match &mut base {
-                // The probes were there before the pages, and have had what no ring took.
-                Some(base) if self.probed => pages.count_from_zero(base),
-                _ => false,
-            };
-            Ok(Some((pages, base, from_zero)))
-        });
-        match found {
-            Ok(Some((pages, base, from_zero))) => {
-                if !from_zero {
-                    // What came through the probes by now has been counted by the reader before.
-                    self.account = Account::new();
+        let problem = match Mapped::find(directory, &mut self.search, Access::Lease) {
+            Ok(None) | Err(AttachError::Gone { .. }) => return Ok(()),
+            Ok(Some(mut pages)) => match pages.lease(own, mask) {
+                Ok(base) => {
+                    self.begin_later(pages, base, now_ns);
+                    return Ok(());
                 }
-                self.begin(pages, base, now_ns);
-            }
-            Ok(None) | Err(AttachError::Gone { .. }) => {}
-            // Told once. Another reader may be gone later, and what is damaged stays so.
-            Err(error) => {
-                if !std::mem::replace(&mut self.refused, true) {
-                    return Err(error);
-                }
-            }
+                Err(_) if self.refused => return Ok(()),
+                Err(holder) => leased(&pages, &holder, own, directory),
+            },
+            Err(error) => error,
+        };
+        // Told once. Another reader may be gone later, and what is damaged stays so.
+        if std::mem::replace(&mut self.refused, true) {
+            Ok(())
+        } else {
+            Err(problem)
         }
-        Ok(())
+    }
+
+    /// Begins with pages that were not there at the beginning of the watch.
+    fn begin_later(&mut self, mut pages: Mapped, mut base: Base, now_ns: u64) {
+        // The probes were there before the pages, and have had what no ring took.
+        if !self.probed || self.was_cut || !pages.count_from_zero(&mut base) {
+            // What came through the probes by now has been counted by the reader before.
+            self.account = Account::new();
+        }
+        self.begin(pages, base, now_ns);
     }
 
     /// See [`Mapped::renew`].
-    pub(crate) fn renew(&mut self, own: &Reader, now_ns: u64) -> Hold {
+    pub(crate) fn renew(&mut self, directory: &ProcessDirectory, own: &Reader, now_ns: u64) -> Hold {
         self.pages
             .as_mut()
-            .map_or(Hold::AsBefore, |pages| pages.renew(own, now_ns))
+            .map_or(Hold::AsBefore, |pages| pages.renew(directory, own, now_ns))
     }
 
     /// Notes what has been emitted by now as all that is to be accounted for.
@@ -152,12 +173,19 @@ impl Watched {
         }
     }
 
+    /// Whether the last drain had no time for all that the ring held.
+    pub(crate) fn is_cut(&self) -> bool {
+        self.pages.as_ref().is_some_and(|pages| pages.is_cut)
+    }
+
     /// Hands on what the shared ring holds; see [`Mapped::drain`].
     pub(crate) fn drain(&mut self, limit: usize, now_ns: u64, dead: bool, samples: &mut Vec<Sample>) -> bool {
         let Some(mut pages) = self.pages.take() else {
             return true;
         };
         let mut foreign = 0;
+        let mut verdicts = VERDICTS_A_POLL;
+        self.probed_verdicts = VERDICTS_A_POLL;
         let mut seen = std::mem::take(&mut pages.seen);
         let begins = pages.begins;
         let complete = pages.drain(limit, now_ns, dead, |pages, position, record| {
@@ -169,7 +197,7 @@ impl Watched {
                     0,
                     Carrier::Ring,
                     record,
-                    Some((pages, &mut seen)),
+                    Some((pages, &mut seen, &mut verdicts)),
                     samples,
                 );
             } else {
@@ -185,6 +213,12 @@ impl Watched {
                 kind: None,
                 count: foreign,
             });
+        }
+        self.is_behind = !complete;
+        if complete {
+            for (tid, record) in std::mem::take(&mut self.held) {
+                self.probed_record(tid, record, samples);
+            }
         }
         self.recover(now_ns, samples);
         complete
@@ -222,6 +256,9 @@ impl Watched {
 
     /// The end: what was emitted and has not come is missed or lost, whatever the carriers say.
     pub(crate) fn close(&mut self, samples: &mut Vec<Sample>) {
+        for (tid, record) in std::mem::take(&mut self.held) {
+            self.probed_record(tid, record, samples);
+        }
         self.lost(samples);
         self.devices(samples);
         let Some(pages) = &self.pages else { return };
@@ -255,24 +292,28 @@ impl Watched {
         });
     }
 
-    /// Hands a probed record on, with what must come before it.
+    /// Hands a probed record on, with what must come before it: that includes what the ring held, or it would have gone there.
     pub(crate) fn record(&mut self, tid: u32, record: Record, samples: &mut Vec<Sample>) {
-        self.account.received(record.kind, false);
+        if !self.is_behind {
+            self.account.received(record.kind, false);
+            self.probed_record(tid, record, samples);
+        } else if self.held.len() < HELD_RECORDS {
+            self.account.received(record.kind, false);
+            self.held.push((tid, record));
+        } else if let Some(kind) = record.kind() {
+            self.report_lost(Carrier::Probe, kind, 1, samples);
+        }
+    }
+
+    fn probed_record(&mut self, tid: u32, record: Record, samples: &mut Vec<Sample>) {
         let carrier = Carrier::Probe;
         let Some(pages) = &mut self.pages else {
             deliver(self.pid, tid, carrier, record, None, samples);
             return;
         };
         let mut seen = std::mem::take(&mut pages.seen);
-        let view = pages.view();
-        deliver(
-            self.pid,
-            tid,
-            carrier,
-            record,
-            view.as_ref().map(|view| (view, &mut seen)),
-            samples,
-        );
+        let known = (&pages.view(), &mut seen, &mut self.probed_verdicts);
+        deliver(self.pid, tid, carrier, record, Some(known), samples);
         pages.seen = seen;
     }
 
@@ -305,9 +346,7 @@ impl Watched {
     pub(crate) fn communicators(&mut self, samples: &mut Vec<Sample>) {
         if let Some(pages) = &mut self.pages {
             let mut seen = std::mem::take(&mut pages.seen);
-            if let Some(view) = pages.view() {
-                announce(self.pid, &view, &mut seen, samples);
-            }
+            announce(self.pid, &pages.view(), &mut seen, samples);
             pages.seen = seen;
         }
     }
@@ -326,8 +365,7 @@ impl Watched {
     fn ports(&mut self, samples: &mut Vec<Sample>) {
         let Some(pages) = &mut self.pages else { return };
         let mut ports = std::mem::take(&mut pages.ports);
-        let slots = pages.view().map_or(&[][..], |pages| pages.connections());
-        for connection in slots.iter().filter_map(ConnectionSlot::read) {
+        for connection in pages.view().connections().iter().filter_map(ConnectionSlot::read) {
             for path in connection.paths().filter(|path| !path.device().is_empty()) {
                 if !ports.contains(&path.index) {
                     ports.push(path.index);
@@ -347,9 +385,7 @@ impl Watched {
     /// Hands on what devices' clocks show now, and what they overwrote.
     fn devices(&mut self, samples: &mut Vec<Sample>) {
         let Some(pages) = &mut self.pages else { return };
-        let Some(now) = pages.view().map(|pages| devices(&pages)) else {
-            return;
-        };
+        let now = devices(&pages.view());
         for (device, (now, seen)) in (0..).zip(now.iter().zip(&mut pages.devices)) {
             if now != seen {
                 samples.push(Sample::Device {
@@ -388,12 +424,12 @@ fn deliver(
     tid: u32,
     carrier: Carrier,
     record: Record,
-    pages: Option<(&Pages<'_>, &mut Seen)>,
+    known: Option<(&Pages<'_>, &mut Seen, &mut usize)>,
     samples: &mut Vec<Sample>,
 ) {
     match record.kind() {
         Some(Kind::OpLaunched | Kind::OpCompleted) => {
-            match pages.and_then(|(pages, _)| pages.description(record.op)) {
+            match known.and_then(|(pages, ..)| pages.description(record.op)) {
                 Some(description) => {
                     samples.push(Sample::Description {
                         pid,
@@ -410,7 +446,8 @@ fn deliver(
             }
         }
         Some(Kind::Verdict) => {
-            let given = pages.and_then(|(pages, _)| {
+            let given = known.and_then(|(pages, _, left)| {
+                *left = left.checked_sub(1)?;
                 let is_it = |given: &GivenVerdict| (given.op, given.time_ns) == (record.op, record.time_ns);
                 pages.verdicts().find(is_it)
             });
@@ -420,8 +457,14 @@ fn deliver(
             }));
         }
         Some(Kind::CommInit) => {
-            if let Some((pages, seen)) = pages {
-                announce(pid, pages, seen, samples);
+            // The record names its slot. Others come with the next look at all.
+            if let Some((pages, seen, _)) = known {
+                let slots = pages.communicators();
+                seen.resize(slots.len(), None);
+                let slot = usize::try_from(record.value).ok();
+                if let Some((slot, seen)) = slot.and_then(|slot| slots.get(slot).zip(seen.get_mut(slot))) {
+                    announce_one(pid, slot, seen, samples);
+                }
             }
         }
         _ => {}
@@ -439,22 +482,38 @@ fn announce(pid: u32, pages: &Pages<'_>, seen: &mut Seen, samples: &mut Vec<Samp
     let slots = pages.communicators();
     seen.resize(slots.len(), None);
     for (slot, seen) in slots.iter().zip(seen) {
-        if !slot.is_live() {
-            continue;
-        }
-        if let Some(communicator) = slot.read() {
-            // One id may live in several slots: ranks of one process.
-            let identity = (
-                communicator.id ^ u64::from(communicator.rank) << 48,
-                communicator.init_start_ns,
-            );
-            if *seen != Some(identity) {
-                *seen = Some(identity);
-                samples.push(Sample::Communicator {
-                    pid,
-                    communicator: Box::new(communicator),
-                });
-            }
-        }
+        announce_one(pid, slot, seen, samples);
+    }
+}
+
+fn announce_one(pid: u32, slot: &CommSlot, seen: &mut Option<(u64, u64)>, samples: &mut Vec<Sample>) {
+    let Some(communicator) = slot.is_live().then(|| slot.read()).flatten() else {
+        return;
+    };
+    // One id may live in several slots: ranks of one process.
+    let identity = (
+        communicator.id ^ u64::from(communicator.rank) << 48,
+        communicator.init_start_ns,
+    );
+    if *seen != Some(identity) {
+        *seen = Some(identity);
+        samples.push(Sample::Communicator {
+            pid,
+            communicator: Box::new(communicator),
+        });
+    }
+}
+
+/// That another reader holds the lease of a process's ring.
+pub(crate) fn leased(
+    pages: &Mapped,
+    holder: &Holder,
+    own: &Reader,
+    directory: &ProcessDirectory,
+) -> AttachError {
+    AttachError::Leased {
+        pid: directory.pid(),
+        holder: pages.holder(holder, own, directory),
+        silent_ms: holder.silent_ns / 1_000_000,
     }
 }

@@ -1,10 +1,13 @@
 //! Attaching to running processes by eBPF: whichever file they run, however many they are, whenever they end.
+#![allow(clippy::disallowed_methods, reason = "tests make and read files of their own")]
 
 mod common;
 
 use std::{fs, process::Command, time::Duration};
 
-use common::{Reader, Target, by_probe, fixture_library, lost, poll, records, session, session_with};
+use common::{
+    Reader, Target, by_probe, fixture_library, lost, poll, poll_until, records, session, session_with,
+};
 use ringsight_probes::{
     AttachError, Carrier, Options, Sample, Session, Source as _, UseEbpf, kernel, site::plan, target::find,
 };
@@ -97,7 +100,11 @@ fn more_than_the_ring_holds(session: &mut Session) {
     let mut target = Target::instrumented();
     session.attach(target.pid()).unwrap();
     target.call(&format!("fixture_operations 7 {OPERATIONS} 0"));
-    let samples = poll(session);
+    // A poll takes its time, and no more.
+    let mut samples = Vec::new();
+    poll_until(session, &mut samples, |samples| {
+        records(samples, Kind::OpCompleted) >= OPERATIONS
+    });
     let hits = session.probe_stats().hits;
     for kind in [Kind::OpLaunched, Kind::OpCompleted] {
         let of_kind = samples.iter().filter_map(|sample| match sample {
@@ -334,7 +341,7 @@ fn pages_that_come_after_attaching_are_found() {
     assert_eq!(session.counters(target.pid()), None);
     target.open();
     let mut samples = Vec::new();
-    common::poll_until(&mut session, &mut samples, |samples| {
+    poll_until(&mut session, &mut samples, |samples| {
         samples
             .iter()
             .any(|sample| matches!(sample, Sample::Communicator { .. }))

@@ -1,5 +1,6 @@
 //! After detaching nothing of ours is left: not in the target, not in this process, not in the kernel. A file of its own,
 //! since it looks at everything that its process holds.
+#![allow(clippy::disallowed_methods, reason = "tests make and read files of their own")]
 
 mod common;
 

@@ -181,7 +181,7 @@ fn a_second_reader_is_refused_and_a_dead_ones_lease_is_taken() {
     let Err(AttachError::Leased { holder, .. }) = session.attach(target.pid()) else {
         panic!("two readers of one ring")
     };
-    assert_eq!(holder, format!("process {}", first.pid()));
+    assert_eq!(holder.to_string(), format!("process {}", first.pid()));
     // The refusal left the first reader alone.
     target.call("fixture_operations 7 10 10");
 

@@ -79,7 +79,9 @@ pub(super) fn current() -> Option<&'static Shared> {
 #[inline]
 #[must_use]
 pub fn pid() -> u32 {
-    current().map_or_else(std::process::id, |shared| shared.pages.header().pid)
+    current().map_or_else(std::process::id, |shared| {
+        shared.pages.header().pid.load(Ordering::Relaxed)
+    })
 }
 
 /// Makes the pages if there are none yet.

@@ -8,7 +8,7 @@
 //! A reader takes offsets and counts from the header, after [`Header::geometry`] has checked them against the file's
 //! size: the pages belong to the target, and a target may be broken.
 
-use core::sync::atomic::{AtomicU64, Ordering};
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::{
     Description, DescriptionSlot, Kind, VERSION,
@@ -70,42 +70,46 @@ impl core::ops::Deref for Count {
     }
 }
 
-/// First pages of the shared pages.
+/// Bytes of [`Header::host`].
+pub const HOST_BYTES: usize = 64;
+
+/// First pages of the shared pages. Every field is an atomic: the process whose pages they are may write any of them at any time,
+/// whatever it has promised, so a reader copies a word before it checks it.
 #[derive(Debug)]
 #[repr(C)]
 pub struct Header {
     /// [`MAGIC`]; written last, with release order, when everything else stands.
     pub magic: AtomicU64,
     /// [`VERSION`] of the layout.
-    pub version: u32,
+    pub version: AtomicU32,
     /// Library version as `ncclGetVersion` gives it.
-    pub library_version: u32,
+    pub library_version: AtomicU32,
     /// Process that owns the pages, in its own pid namespace.
-    pub pid: u32,
+    pub pid: AtomicU32,
     /// `sizeof(CommEntry)`, so that tables may grow.
-    pub comm_bytes: u32,
+    pub comm_bytes: AtomicU32,
     /// Process start time in clock ticks since boot (`/proc/<pid>/stat` field 22).
-    pub start_time: u64,
+    pub start_time: AtomicU64,
     /// Offset of the communicator table from the start of the file, bytes; then its entries.
-    pub comm_offset: u32,
+    pub comm_offset: AtomicU32,
     /// Entries of the communicator table.
-    pub comm_entries: u32,
+    pub comm_entries: AtomicU32,
     /// Offset of the table of eager operations' descriptions.
-    pub eager_offset: u32,
+    pub eager_offset: AtomicU32,
     /// Its entries, a power of two; slot = operation number modulo entries.
-    pub eager_entries: u32,
+    pub eager_entries: AtomicU32,
     /// Offset of the table of captured operations' descriptions.
-    pub captured_offset: u32,
+    pub captured_offset: AtomicU32,
     /// Its entries, a power of two; slot = operation number modulo entries.
-    pub captured_entries: u32,
+    pub captured_entries: AtomicU32,
     /// Offset of the ring.
-    pub ring_offset: u32,
+    pub ring_offset: AtomicU32,
     /// Its slots, a power of two.
-    pub ring_slots: u32,
+    pub ring_slots: AtomicU32,
     /// Bytes of the whole file.
-    pub file_bytes: u64,
-    /// Host identity as the library sees it: `NCCL_HOSTID` if set, else the host name; zero-padded UTF-8.
-    pub host: [u8; 64],
+    pub file_bytes: AtomicU64,
+    /// Host identity as the library sees it, `NCCL_HOSTID` if set, else the host name, in words of its bytes; see [`Header::host`].
+    pub host: [AtomicU64; HOST_BYTES / 8],
     /// Communicators that found the table full and are not described.
     pub comm_overflow: AtomicU64,
     /// Captured operations that found the table full and are not described.
@@ -124,21 +128,21 @@ pub struct Header {
     /// By device number.
     pub devices: [DeviceSlot; DEVICES],
     /// Offset of the connection table.
-    pub connection_offset: u32,
+    pub connection_offset: AtomicU32,
     /// Its entries, a power of two; 0 where the library has no such table.
-    pub connection_entries: u32,
+    pub connection_entries: AtomicU32,
     /// Connections that found the table full and are not described.
     pub connection_overflow: AtomicU64,
     /// Offset of the proxy table.
-    pub proxy_offset: u32,
+    pub proxy_offset: AtomicU32,
     /// Its entries, a power of two; 0 where the library has no such table.
-    pub proxy_entries: u32,
+    pub proxy_entries: AtomicU32,
     /// Connections that found the proxy table full and are not told of.
     pub proxy_overflow: AtomicU64,
     /// Offset of the verdict table.
-    pub verdict_offset: u32,
+    pub verdict_offset: AtomicU32,
     /// Its entries, a power of two; 0 where the library has no such table.
-    pub verdict_entries: u32,
+    pub verdict_entries: AtomicU32,
     /// Verdicts given since the pages were made.
     pub verdicts: AtomicU64,
 }
@@ -235,75 +239,77 @@ impl Header {
         if magic != MAGIC {
             return Err(PagesError::Magic(magic));
         }
-        if self.version != u32::from(VERSION) {
-            return Err(PagesError::Version(self.version));
+        // Relaxed, here and below: ordered by the magic.
+        let version = self.version.load(Ordering::Relaxed);
+        if version != u32::from(VERSION) {
+            return Err(PagesError::Version(version));
         }
-        let table = |name, offset: u32, entries: u32, bytes: usize, limit: usize| {
-            let (offset, entries) = (offset as usize, entries as usize);
+        let word = |word: &AtomicU32| word.load(Ordering::Relaxed) as usize;
+        let table = |name, offset: usize, entries: usize, bytes: usize, limit: usize| {
             let end = entries
                 .checked_mul(bytes)
                 .and_then(|size| size.checked_add(offset));
             let fits =
-                end.is_some_and(|end| end <= mapped_bytes) && offset >= size_of::<Self>() && offset % 64 == 0;
+                end.is_some_and(|end| end <= mapped_bytes) && offset >= size_of::<Self>() && offset.is_multiple_of(64);
             if fits && entries.is_power_of_two() && entries <= limit {
                 Ok((offset, entries))
             } else {
                 Err(PagesError::Bounds(name))
             }
         };
-        let optional = |name, offset, entries, bytes| match entries {
+        let optional = |name, offset, entries, bytes| match word(entries) {
             0 => Ok((0, 0)),
-            entries => table(name, offset, entries, bytes, 1 << 20),
+            entries => table(name, word(offset), entries, bytes, 1 << 20),
         };
-        if self.comm_bytes as usize != size_of::<CommSlot>() {
+        if word(&self.comm_bytes) != size_of::<CommSlot>() {
             return Err(PagesError::Bounds("communicator table"));
         }
         let slot = size_of::<DescriptionSlot>();
         Ok(Geometry {
             comms: table(
                 "communicator table",
-                self.comm_offset,
-                self.comm_entries,
+                word(&self.comm_offset),
+                word(&self.comm_entries),
                 size_of::<CommSlot>(),
                 1 << 20,
             )?,
             eager: table(
                 "description table",
-                self.eager_offset,
-                self.eager_entries,
+                word(&self.eager_offset),
+                word(&self.eager_entries),
                 slot,
                 1 << 20,
             )?,
             captured: table(
                 "captured description table",
-                self.captured_offset,
-                self.captured_entries,
+                word(&self.captured_offset),
+                word(&self.captured_entries),
                 slot,
                 1 << 20,
             )?,
             ring: table(
                 "ring",
-                self.ring_offset,
-                self.ring_slots,
+                word(&self.ring_offset),
+                word(&self.ring_slots),
                 size_of::<Slot>(),
                 1 << 24,
             )?,
             connections: optional(
                 "connection table",
-                self.connection_offset,
-                self.connection_entries,
+                &self.connection_offset,
+                &self.connection_entries,
                 size_of::<ConnectionSlot>(),
             )?,
             proxies: optional(
                 "proxy table",
-                self.proxy_offset,
-                self.proxy_entries,
+                &self.proxy_offset,
+                &self.proxy_entries,
                 size_of::<ProxySlot>(),
             )?,
             verdicts: optional(
                 "verdict table",
-                self.verdict_offset,
-                self.verdict_entries,
+                &self.verdict_offset,
+                &self.verdict_entries,
                 size_of::<VerdictSlot>(),
             )?,
             file_bytes: mapped_bytes,
@@ -319,24 +325,42 @@ impl Header {
         library_version: u32,
         host: &str,
     ) {
-        self.version = u32::from(VERSION);
-        self.library_version = library_version;
-        self.pid = pid;
-        self.comm_bytes = size_of::<CommSlot>() as u32;
-        self.start_time = start_time;
-        (self.comm_offset, self.comm_entries) = (geometry.comms.0 as u32, geometry.comms.1 as u32);
-        (self.eager_offset, self.eager_entries) = (geometry.eager.0 as u32, geometry.eager.1 as u32);
-        (self.captured_offset, self.captured_entries) =
-            (geometry.captured.0 as u32, geometry.captured.1 as u32);
-        (self.ring_offset, self.ring_slots) = (geometry.ring.0 as u32, geometry.ring.1 as u32);
-        (self.connection_offset, self.connection_entries) =
-            (geometry.connections.0 as u32, geometry.connections.1 as u32);
-        (self.proxy_offset, self.proxy_entries) = (geometry.proxies.0 as u32, geometry.proxies.1 as u32);
-        (self.verdict_offset, self.verdict_entries) =
-            (geometry.verdicts.0 as u32, geometry.verdicts.1 as u32);
-        self.file_bytes = geometry.file_bytes as u64;
-        put_text(&mut self.host, host);
+        let put = |place: &mut AtomicU32, value: usize| *place.get_mut() = value as u32;
+        put(&mut self.version, VERSION.into());
+        put(&mut self.comm_bytes, size_of::<CommSlot>());
+        *self.library_version.get_mut() = library_version;
+        *self.pid.get_mut() = pid;
+        *self.start_time.get_mut() = start_time;
+        for (offset, entries, table) in [
+            (&mut self.comm_offset, &mut self.comm_entries, geometry.comms),
+            (&mut self.eager_offset, &mut self.eager_entries, geometry.eager),
+            (&mut self.captured_offset, &mut self.captured_entries, geometry.captured),
+            (&mut self.ring_offset, &mut self.ring_slots, geometry.ring),
+            (&mut self.connection_offset, &mut self.connection_entries, geometry.connections),
+            (&mut self.proxy_offset, &mut self.proxy_entries, geometry.proxies),
+            (&mut self.verdict_offset, &mut self.verdict_entries, geometry.verdicts),
+        ] {
+            put(offset, table.0);
+            put(entries, table.1);
+        }
+        *self.file_bytes.get_mut() = geometry.file_bytes as u64;
+        let mut bytes = [0; HOST_BYTES];
+        put_text(&mut bytes, host);
+        for (place, word) in self.host.iter_mut().zip(bytes.as_chunks().0) {
+            *place.get_mut() = u64::from_ne_bytes(*word);
+        }
         self.magic.store(MAGIC, Ordering::Release);
+    }
+
+    /// A copy of the host identity: zero-padded UTF-8, for [`text`], if the library wrote it.
+    #[must_use]
+    pub fn host(&self) -> [u8; HOST_BYTES] {
+        let mut bytes = [0; HOST_BYTES];
+        for (place, word) in bytes.as_chunks_mut().0.iter_mut().zip(&self.host) {
+            // Relaxed: written before the magic, or by somebody who may write anything.
+            *place = word.load(Ordering::Relaxed).to_ne_bytes();
+        }
+        bytes
     }
 
     /// What is said of a device: [`DEVICES`] at most are.
@@ -366,8 +390,8 @@ impl<'a> Pages<'a> {
     /// See [`PagesError`].
     ///
     /// # Safety
-    /// `base` is page-aligned and points to `bytes` readable and writable bytes, shared or not, that stay mapped for
-    /// `'a` and are only ever changed through atomics after the magic is set.
+    /// `base` is page-aligned and points to `bytes` readable bytes, shared or not, that stay mapped for `'a` and are only ever
+    /// changed through atomics after the magic is set. They are writable where the caller writes.
     pub unsafe fn new(base: *mut u8, bytes: usize) -> Result<Self, PagesError> {
         if bytes < size_of::<Header>() {
             return Err(PagesError::Bounds("header"));
@@ -378,6 +402,23 @@ impl<'a> Pages<'a> {
             header,
             geometry: header.geometry(bytes)?,
         })
+    }
+
+    /// Views shared pages at `base` whose header was checked before: what it says by now makes no difference.
+    ///
+    /// # Safety
+    /// As for [`Pages::new`], which gave this geometry for the same memory.
+    #[must_use]
+    pub unsafe fn at(base: *mut u8, geometry: Geometry) -> Self {
+        // SAFETY: the caller's promise.
+        let header: &'a Header = unsafe { &*base.cast() };
+        Self { header, geometry }
+    }
+
+    /// Where the tables are.
+    #[must_use]
+    pub fn geometry(&self) -> Geometry {
+        self.geometry
     }
 
     /// The header.

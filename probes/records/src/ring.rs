@@ -188,18 +188,18 @@ pub fn push(cursor: &RingCursor, slots: &[Slot], record: &Record) -> bool {
 /// For one reader at a time; of two, each record goes to one.
 #[must_use]
 pub fn pop(cursor: &RingCursor, slots: &[Slot]) -> Option<Record> {
-    pop_at(cursor, slots).map(|(_, record)| record)
+    pop_at(cursor, slots, &mut slots.len()).map(|(_, record)| record)
 }
 
-/// The same, with the record's position: how many were claimed before it since the ring was made.
+/// The same, with the record's position: how many were claimed before it since the ring was made. `passes` is how many positions may be
+/// passed that were read already; it is reduced by those that were, and at 0 nothing is taken past such a position. In damaged pages
+/// there may be no end of them, before each record.
 #[must_use]
-pub fn pop_at(cursor: &RingCursor, slots: &[Slot]) -> Option<(u64, Record)> {
+pub fn pop_at(cursor: &RingCursor, slots: &[Slot], passes: &mut usize) -> Option<(u64, Record)> {
     let count = slots.len() as u64;
     // Relaxed: an old tail leads to a position that was read, which shows.
     let mut position = cursor.tail.load(Ordering::Relaxed);
-    // Positions that were read already are passed: one where a reader got no further than that, more only in damaged
-    // pages, where there may be no end of them.
-    for _ in 0..count {
+    loop {
         let index = position & (count - 1);
         let slot = &slots[index as usize];
         // Acquire: pairs with the writer's release after it wrote the record.
@@ -221,9 +221,11 @@ pub fn pop_at(cursor: &RingCursor, slots: &[Slot]) -> Option<(u64, Record)> {
                 }
             }
         }
+        // Read already, by this reader's predecessor or, meanwhile, by its successor: one position where a reader got no further, more
+        // only in damaged pages.
+        *passes = passes.checked_sub(1)?;
         position = advance(cursor, position);
     }
-    None
 }
 
 /// Moves the tail past `position`, which was read, unless somebody has; returns where it is then.

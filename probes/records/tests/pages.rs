@@ -3,7 +3,7 @@
 
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc},
-    sync::atomic::{AtomicBool, Ordering},
+    sync::atomic::{AtomicBool, AtomicU32, Ordering},
 };
 
 use proptest::prelude::*;
@@ -67,6 +67,13 @@ impl Drop for Memory {
     }
 }
 
+/// Writes fields of a header.
+fn put<const N: usize>(fields: [&mut AtomicU32; N], values: [u32; N]) {
+    for (field, value) in fields.into_iter().zip(values) {
+        *field.get_mut() = value;
+    }
+}
+
 /// Numbers of which many nearly fit.
 fn offset() -> impl Strategy<Value = u32> {
     prop_oneof![
@@ -89,21 +96,21 @@ proptest! {
         tables in prop::array::uniform7((offset(), entries())),
         version in prop_oneof![Just(u32::from(VERSION)), any::<u32>()],
         magic in prop_oneof![9 => Just(MAGIC), 1 => any::<u64>()],
-        comm_bytes in prop_oneof![9 => Just(192u32), 1 => any::<u32>()],
+        comm_bytes in prop_oneof![9 => Just(size_of::<CommSlot>() as u32), 1 => any::<u32>()],
         op in any::<u32>(),
     ) {
         let memory = Memory::new(bytes);
         if bytes >= size_of::<Header>() {
             let header = memory.header();
             let [comm, eager, captured, ring, connections, proxies, verdicts] = tables;
-            (header.comm_offset, header.comm_entries) = comm;
-            (header.eager_offset, header.eager_entries) = eager;
-            (header.captured_offset, header.captured_entries) = captured;
-            (header.ring_offset, header.ring_slots) = ring;
-            (header.connection_offset, header.connection_entries) = connections;
-            (header.proxy_offset, header.proxy_entries) = proxies;
-            (header.verdict_offset, header.verdict_entries) = verdicts;
-            (header.version, header.comm_bytes) = (version, comm_bytes);
+            put([&mut header.comm_offset, &mut header.comm_entries], comm.into());
+            put([&mut header.eager_offset, &mut header.eager_entries], eager.into());
+            put([&mut header.captured_offset, &mut header.captured_entries], captured.into());
+            put([&mut header.ring_offset, &mut header.ring_slots], ring.into());
+            put([&mut header.connection_offset, &mut header.connection_entries], connections.into());
+            put([&mut header.proxy_offset, &mut header.proxy_entries], proxies.into());
+            put([&mut header.verdict_offset, &mut header.verdict_entries], verdicts.into());
+            put([&mut header.version, &mut header.comm_bytes], [version, comm_bytes]);
             header.magic.store(magic, Ordering::Release);
         }
         if let Ok(pages) = memory.pages() {
@@ -165,11 +172,12 @@ fn the_standard_geometry_is_its_own() {
 fn pages_of_a_library_without_the_later_tables_are_read() {
     let memory = Memory::standard();
     let header = memory.header();
-    (
-        header.connection_entries,
-        header.proxy_entries,
-        header.verdict_entries,
-    ) = (0, 0, 0);
+    let entries = [
+        &mut header.connection_entries,
+        &mut header.proxy_entries,
+        &mut header.verdict_entries,
+    ];
+    put(entries, [0; 3]);
     let pages = memory.pages().unwrap();
     assert!(pages.connections().is_empty() && pages.proxies().is_empty());
     pages.keep_verdict(&verdict(1));

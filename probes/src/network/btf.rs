@@ -3,7 +3,9 @@
 //! Only what finding fields needs is read. A module's information continues that of the kernel: ids of types and offsets of names go on
 //! where the kernel's end.
 
-use std::{fs, io, sync::Arc};
+use std::{io, sync::Arc};
+
+use crate::host;
 
 /// Magic number at the begin, in the byte order of the machine.
 const MAGIC: u16 = 0xeb9f;
@@ -75,7 +77,7 @@ fn word(bytes: &[u8], at: usize) -> Option<u32> {
 impl Btf {
     /// That of the kernel itself (`vmlinux`), or of a module on top of it.
     pub(super) fn of(module: &str, base: Option<Arc<Self>>) -> io::Result<Self> {
-        let bytes = fs::read(format!("/sys/kernel/btf/{module}"))?;
+        let bytes = host::bytes(&format!("/sys/kernel/btf/{module}"))?;
         Self::parse(bytes, base)
             .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "malformed type information"))
     }

@@ -3,7 +3,7 @@
 
 use std::{
     ffi::CString,
-    fs, io,
+    io,
     os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd},
 };
 
@@ -11,13 +11,15 @@ use aya_obj::generated::{
     bpf_attach_type::BPF_PERF_EVENT, bpf_attr, bpf_cmd::BPF_LINK_CREATE, perf_event_attr,
 };
 
+use crate::host;
+
 /// Where the kernel describes its source of such events.
 const SOURCE: &str = "/sys/bus/event_source/devices/kprobe";
 /// `PERF_FLAG_FD_CLOEXEC`.
 const CLOSE_ON_EXEC: libc::c_ulong = 8;
 
 fn number(name: &str) -> io::Result<String> {
-    fs::read_to_string(format!("{SOURCE}/{name}")).map(|text| text.trim().to_owned())
+    host::text(&format!("{SOURCE}/{name}")).map(|text| text.trim().to_owned())
 }
 
 /// Attaches `program` to a function, or to its return; the probe is gone with the descriptors.

@@ -7,6 +7,7 @@ use ringsight_records::{Kind, pages::Reader, probed::Tally};
 use crate::{
     pages::Hold,
     process::Program,
+    procfs::ProcessDirectory,
     sample::{Carrier, Sample},
     target::FileKey,
     watch::Watched,
@@ -14,6 +15,7 @@ use crate::{
 
 /// One process of a session.
 pub(super) struct Target {
+    pub(super) directory: ProcessDirectory,
     pub(super) pidfd: OwnedFd,
     pub(super) program: Program,
     /// The process runs another program by now.
@@ -50,7 +52,7 @@ impl Target {
 
     /// Keeps the lease of the ring. What became of it, if it is worth a word.
     pub(super) fn renew(&mut self, pid: u32, own: &Reader, now_ns: u64) -> Option<String> {
-        match self.watched.renew(own, now_ns) {
+        match self.watched.renew(&self.directory, own, now_ns) {
             Hold::AsBefore => None,
             Hold::Lost { holder, silent_ns } => Some(format!(
                 "process {pid}: {holder} has taken its ring over (a lease lapses after 5 s; the last sign of life of this \

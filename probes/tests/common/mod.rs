@@ -1,5 +1,6 @@
 //! Targets for the tests: processes that load a library and do as they are told.
 #![allow(dead_code, reason = "each test file uses its part")]
+#![allow(clippy::disallowed_methods, reason = "tests make and read files of their own")]
 
 use std::{
     collections::BTreeMap,

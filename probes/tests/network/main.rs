@@ -1,5 +1,6 @@
 //! Probes in the kernel's RDMA stack, against what really happens there. They need its modules and devices, so they run in a guest:
 //! `cargo xtask vm test network`.
+#![allow(clippy::disallowed_methods, reason = "tests make and read files of their own")]
 
 mod overhead;
 

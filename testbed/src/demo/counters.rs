@@ -48,7 +48,8 @@ impl Counters {
         let counters = Self { header: page.cast() };
         // Acquire: pairs with the writer's release store once the header is whole.
         let whole = counters.header().magic.load(Ordering::Acquire) == pages::MAGIC;
-        (whole && counters.header().version == u32::from(ringsight_records::VERSION)).then_some(counters)
+        let version = counters.header().version.load(Ordering::Relaxed);
+        (whole && version == u32::from(ringsight_records::VERSION)).then_some(counters)
     }
 
     fn header(&self) -> &pages::Header {
