@@ -9,16 +9,23 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, bail, ensure};
 use ringsight_testbed::{
     process::{self, Dialogue, Guarded},
     workspace,
 };
 use ringsight_tests::{compile, folder, skip};
+use serde_json::Value;
 use tempfile::TempDir;
 
 /// The user and group of a hostile target: "nobody", who owns nothing.
 pub(crate) const NOBODY: u32 = 65534;
+
+/// Content of a file that root alone may read: `secret`, in a target's folder.
+pub(crate) const SECRET: &str = "the content of a file that root alone may read\n";
+
+/// Memory that a command of the collector may take as its own. It takes some megabytes; past this limit, it aborts.
+const MEMORY: u64 = 512 << 20;
 
 /// Longest that a command of the collector may take before its test calls it hung.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -55,8 +62,9 @@ pub(crate) struct Target {
 }
 
 impl Target {
-    /// Starts `case` and waits until its first act is done. `None`, with the test's name said as skipped, without root:
-    /// then nobody can become somebody else, and the collector has no rights that could be abused.
+    /// Starts `case` and waits until its first act is done. `None`, with the test's name said as skipped, without root: then nobody
+    /// can become somebody else, and the collector has no rights that could be abused. The same if this machine does not let an
+    /// unprivileged process play the case.
     pub(crate) fn start(test: &str, case: &str) -> Result<Option<Self>> {
         if !ringsight_tests::may_attach() {
             skip(test, "needs root, to start a target of another user");
@@ -69,6 +77,9 @@ impl Target {
         // Where anybody may run it from.
         let program = path.join("hostile_target");
         fs::copy(env!("CARGO_BIN_EXE_hostile_target"), &program)?;
+        let secret = path.join("secret");
+        fs::write(&secret, SECRET)?;
+        fs::set_permissions(&secret, fs::Permissions::from_mode(0o600))?;
         let own = path.join("own");
         fs::create_dir(&own)?;
         std::os::unix::fs::chown(&own, Some(NOBODY), Some(NOBODY))?;
@@ -81,6 +92,10 @@ impl Target {
             .gid(NOBODY);
         let mut dialogue = Dialogue::start(case, &mut command)?;
         let said = dialogue.line().with_context(|| format!("case {case}"))?;
+        if let Some(reason) = said.strip_prefix("skip ") {
+            skip(test, reason);
+            return Ok(None);
+        }
         if said != "ready" {
             bail!("case {case}: {said}");
         }
@@ -134,7 +149,7 @@ pub(crate) struct Collected {
 }
 
 impl Collected {
-    /// Runs `ringsight` with `arguments` to its end.
+    /// Runs `ringsight` with `arguments` to its end, with little memory. Its outputs go to `folder`.
     ///
     /// # Errors
     /// If it cannot be started, or hangs: then it is killed.
@@ -146,6 +161,19 @@ impl Collected {
             .stdin(Stdio::null())
             .stdout(fs::File::create(&output)?)
             .stderr(fs::File::create(&errors)?);
+        let limit = libc::rlimit {
+            rlim_cur: MEMORY,
+            rlim_max: MEMORY,
+        };
+        // SAFETY: between fork and exec, one system call on a value that is this closure's own.
+        unsafe {
+            command.pre_exec(
+                move || match libc::setrlimit(libc::RLIMIT_DATA, &raw const limit) {
+                    0 => Ok(()),
+                    _ => Err(std::io::Error::last_os_error()),
+                },
+            );
+        }
         let begun = Instant::now();
         let mut process = Guarded::start("ringsight", &mut command, libc::SIGKILL)?;
         let status = process.wait(LIMIT)?;
@@ -157,4 +185,30 @@ impl Collected {
             errors: read(&errors)?,
         })
     }
+}
+
+/// Attaches to a hostile target and to an honest one that is busy, and hands `check` what came of it. The honest one is watched to the end,
+/// and nothing of it is lost.
+pub(crate) fn watch_both(hostile: &Target, check: impl FnOnce(&Collected) -> Result<()>) -> Result<()> {
+    let Some(honest) = Target::start("watch_both", "busy")? else {
+        return Ok(());
+    };
+    let summary = honest.folder().join("summary.json");
+    let pids = [hostile.pid().to_string(), honest.pid().to_string()];
+    let summary_text = summary.to_str().context("a folder with a name in UTF-8")?;
+    let arguments = ["--no-ebpf", "--duration", "1", "--summary", summary_text];
+    let both = Collected::of(
+        honest.folder(),
+        &[&["attach", &pids[0], &pids[1]], &arguments[..]].concat(),
+    )?;
+    let summary = fs::read_to_string(&summary).with_context(|| format!("{both:?}"))?;
+    let summary: Value = serde_json::from_str(&summary)?;
+    let completed = &summary["records"]["op_completed"];
+    // One a millisecond, on a machine that does other things, too.
+    ensure!(completed["received"].as_u64() >= Some(100), "{summary:#}");
+    ensure!(
+        completed["lost"] == 0 && completed["received"] == completed["emitted"],
+        "{summary:#}"
+    );
+    check(&both)
 }

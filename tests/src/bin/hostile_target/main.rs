@@ -2,17 +2,23 @@
 //! `tests/tests/hostile`, which start it as user 65534 in a folder of its own.
 //!
 //! It maps LIBRARY, which the collector takes for a communication library, acts out CASE up to the point where the collector is to look,
-//! writes `ready`, and then does what the case says for each line of its input, which it answers by a line. It ends with its
+//! writes `ready` (or `skip` and the reason, if an unprivileged process cannot play the case on this machine), and then does what the case says for each line of its input, which it answers by a line. It ends with its
 //! input.
 
+mod library;
+mod namespaces;
 mod pages;
+mod process;
 
 use std::{
     ffi::OsString,
+    fmt,
     fs::File,
     io::{self, BufRead as _, Write as _},
     os::fd::AsRawFd as _,
     path::{Path, PathBuf},
+    thread,
+    time::Duration,
 };
 
 use anyhow::{Context as _, Result, bail};
@@ -24,7 +30,19 @@ type Act = Box<dyn FnMut(&str) -> Result<String>>;
 type Case = fn(&Path) -> Result<Act>;
 
 /// Every case by name.
-const CASES: &[(&str, Case)] = &[("honest", honest)];
+const CASES: &[(&str, Case)] = &[
+    ("honest", honest),
+    ("busy", busy),
+    ("library-cut", library::cut),
+    ("library-bombs", library::bombs),
+    ("environment", process::environment),
+    ("hostname-link", namespaces::hostname_link),
+    ("hostname-pipe", namespaces::hostname_pipe),
+    ("pages-bind-mount", namespaces::pages_bind_mount),
+    ("pages-shrink", pages::shrink),
+    ("pages-text", pages::text),
+    ("pages-lease", pages::lease),
+];
 
 fn main() -> Result<()> {
     let mut arguments = std::env::args_os().skip(1);
@@ -33,7 +51,16 @@ fn main() -> Result<()> {
     let Some((_, begin)) = CASES.iter().find(|(name, _)| case == *name) else {
         bail!("there is no case {}", case.display());
     };
-    let mut act = begin(&library)?;
+    let begun = begin(&library);
+    if let Some(refused) = begun
+        .as_ref()
+        .err()
+        .and_then(|error| error.downcast_ref::<NotHere>())
+    {
+        println!("skip {refused}");
+        return Ok(());
+    }
+    let mut act = begun?;
     let mut output = io::stdout().lock();
     writeln!(output, "ready")?;
     for line in io::stdin().lock().lines() {
@@ -51,6 +78,40 @@ fn honest(library: &Path) -> Result<Act> {
         pages.communicator(name);
         Ok("done".to_owned())
     }))
+}
+
+/// A library, pages with a communicator, and an operation each millisecond.
+fn busy(library: &Path) -> Result<Act> {
+    map_library(library)?;
+    let pages = pages::Own::make()?;
+    pages.communicator("busy");
+    thread::spawn(move || {
+        for op in 1.. {
+            pages.operation(op);
+            thread::sleep(Duration::from_millis(1));
+        }
+    });
+    Ok(Box::new(|_| Ok("done".to_owned())))
+}
+
+/// This machine does not let an unprivileged process do what the case takes.
+#[derive(Debug)]
+struct NotHere(String);
+
+impl fmt::Display for NotHere {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for NotHere {}
+
+/// The error behind a system call that returned -1.
+fn check(result: libc::c_int, what: &str) -> Result<()> {
+    if result == -1 {
+        return Err(io::Error::last_os_error()).with_context(|| what.to_owned());
+    }
+    Ok(())
 }
 
 /// Maps a file as a loader does: readable and executable, until the process ends.

@@ -4,37 +4,58 @@ use std::{
     ffi::CString,
     fs::{self, File},
     io,
-    os::fd::{AsRawFd as _, FromRawFd as _},
+    os::{
+        fd::{AsRawFd as _, FromRawFd as _},
+        unix::fs::MetadataExt as _,
+    },
+    path::Path,
+    sync::atomic::Ordering,
+    thread,
 };
 
 use anyhow::{Context as _, Result, ensure};
-use ringsight_records::pages::{Communicator, Geometry, Header, MEMFD_NAME, Pages, put_text};
+use ringsight_records::{
+    Description, Kind, Record, State,
+    pages::{Communicator, Geometry, Header, MEMFD_NAME, Pages, Reader, put_text},
+    ring,
+};
+
+use crate::{Act, check, map_library};
 
 /// Pages that stay mapped, and their file open, until the process ends.
 pub(crate) struct Own {
     /// The mapping.
     base: *mut u8,
-    /// The file: by this descriptor the collector finds it.
-    pub(crate) _file: File,
+    /// By this descriptor the collector finds it.
+    file: File,
 }
+
+// SAFETY: the mapping lives as long as the process, and what is in it is reached through atomics.
+unsafe impl Send for Own {}
 
 impl Own {
     /// Pages as the library makes them: sealed against shrinking and growing.
     pub(crate) fn make() -> Result<Self> {
+        let pages = Self::unsealed(libc::MFD_ALLOW_SEALING)?;
         let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+        // SAFETY: a system call on integers.
+        let sealed = unsafe { libc::fcntl(pages.file.as_raw_fd(), libc::F_ADD_SEALS, seals) };
+        check(sealed, "F_ADD_SEALS")?;
+        Ok(pages)
+    }
+
+    /// The same, made with these flags and without seals.
+    fn unsealed(flags: libc::c_uint) -> Result<Self> {
         let geometry = Geometry::standard();
         let name = CString::new(MEMFD_NAME)?;
         // SAFETY: a string that lives across the call.
-        let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
+        let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | flags) };
         if fd < 0 {
             return Err(io::Error::last_os_error()).context("memfd_create");
         }
         // SAFETY: the kernel just returned this descriptor, and nobody else has it.
         let file = unsafe { File::from_raw_fd(fd) };
         file.set_len(geometry.file_bytes as u64)?;
-        // SAFETY: a system call on integers.
-        let sealed = unsafe { libc::fcntl(fd, libc::F_ADD_SEALS, seals) } == 0;
-        ensure!(sealed, "F_ADD_SEALS: {}", io::Error::last_os_error());
         // SAFETY: a fresh shared mapping of a file that is that long.
         let base = unsafe {
             libc::mmap(
@@ -54,13 +75,13 @@ impl Own {
         header.initialise(
             &geometry,
             std::process::id(),
-            start_time()?,
+            start_time("self")?,
             22809,
             "hostile-host",
         );
         Ok(Self {
             base: base.cast(),
-            _file: file,
+            file,
         })
     }
 
@@ -85,9 +106,121 @@ impl Own {
     }
 }
 
-/// When this process started, clock ticks since boot: field 22 of `stat`.
-fn start_time() -> Result<u64> {
-    let stat = fs::read_to_string("/proc/self/stat")?;
+impl Own {
+    /// Runs an operation: its description, its launch and its completion, in the ring as far as somebody reads it.
+    pub(crate) fn operation(&self, op: u32) {
+        let (pages, now) = (self.view(), now_ns());
+        pages.slot(op).write(&Description {
+            comm: 7,
+            seq: op.into(),
+            op,
+            ranks: 2,
+            count: 1000,
+            bytes: 4000,
+            api_start_ns: now,
+            api_end_ns: now,
+            launch_start_ns: now,
+            launch_end_ns: now,
+            device_start_ns: now,
+            device_end_ns: now + 1,
+            root: -1,
+            peer: -1,
+            channels: 1,
+            ..Description::default()
+        });
+        for (kind, state) in [(Kind::OpLaunched, State::START), (Kind::OpCompleted, State::STOP)] {
+            let header = pages.header();
+            header.count_emitted(kind);
+            let record = Record {
+                comm: 7,
+                seq: op.into(),
+                op,
+                value: now,
+                ..Record::new(kind, state, now_ns())
+            };
+            if header.lease.wants(kind) && !ring::push(&header.cursor, pages.ring(), &record) {
+                header.lost[kind as usize].fetch_add(1, Ordering::Relaxed);
+            }
+        }
+    }
+}
+
+/// `CLOCK_MONOTONIC`, nanoseconds.
+fn now_ns() -> u64 {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: `time` is a valid timespec to write to; the clock always exists.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+/// H5: pages that nobody can seal, which shrink to nothing as soon as a reader has leased them.
+pub(crate) fn shrink(library: &Path) -> Result<Act> {
+    map_library(library)?;
+    let pages = Own::unsealed(0)?;
+    pages.communicator("shrinks");
+    let file = pages.file.try_clone()?;
+    thread::spawn(move || {
+        while pages.view().header().lease.mask() == 0 {
+            thread::yield_now();
+        }
+        // From here on this thread does not look at them either.
+        file.set_len(0)
+    });
+    Ok(Box::new(|_| Ok("done".to_owned())))
+}
+
+/// H12: the host's name in the pages is text at one moment and none at the next.
+pub(crate) fn text(library: &Path) -> Result<Act> {
+    map_library(library)?;
+    let pages = Own::make()?;
+    pages.communicator("text");
+    thread::spawn(move || {
+        let words = ["é".repeat(4), format!("é{}é", "\u{7f}".repeat(4))];
+        let [whole, mut broken] = words.map(|text| {
+            let mut bytes = [0; 8];
+            put_text(&mut bytes, &text);
+            u64::from_ne_bytes(bytes)
+        });
+        // Its first character lacks its second byte.
+        broken &= !0xff00;
+        broken |= 0x2800;
+        loop {
+            for word in &pages.view().header().host {
+                word.store(whole, Ordering::Relaxed);
+            }
+            for word in &pages.view().header().host {
+                word.store(broken, Ordering::Relaxed);
+            }
+        }
+    });
+    Ok(Box::new(|_| Ok("done".to_owned())))
+}
+
+/// H15: the lease of the ring names whatever process a line says as the one that reads.
+pub(crate) fn lease(library: &Path) -> Result<Act> {
+    map_library(library)?;
+    let pages = Own::make()?;
+    pages.communicator("leased");
+    Ok(Box::new(move |pid| {
+        let namespace = fs::metadata("/proc/self/ns/pid")?.ino();
+        let victim = Reader::new(pid.parse()?, start_time(pid)?, namespace);
+        let now = now_ns();
+        let taken = pages
+            .view()
+            .header()
+            .lease
+            .acquire(&victim, now, Kind::SPARSE, |_| false);
+        ensure!(taken.is_ok(), "{taken:?}");
+        Ok("done".to_owned())
+    }))
+}
+
+/// When a process started, clock ticks since boot: field 22 of `stat`.
+fn start_time(pid: &str) -> Result<u64> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
     let (_, fields) = stat.rsplit_once(')').context("a name in parentheses")?;
     let field = fields.split_ascii_whitespace().nth(19).context("field 22")?;
     Ok(field.parse()?)
