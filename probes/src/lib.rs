@@ -26,6 +26,7 @@
 //! | what carries events | `attach` (eBPF), `account`, `pages` (shared memory), `stats` |
 //! | one process | `watch`, `look` |
 //! | all processes | `session` |
+//! | fuzzers' ways in | `fuzzing` |
 
 #![cfg_attr(
     test,
@@ -36,6 +37,8 @@ mod account;
 mod attach;
 pub mod elf;
 pub mod error;
+#[doc(hidden)]
+pub mod fuzzing;
 mod host;
 pub mod kernel;
 pub mod limits;

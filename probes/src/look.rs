@@ -46,23 +46,30 @@ pub fn look(pid: u32) -> Result<Look, AttachError> {
     let Some(mapped) = Mapped::find_among_all(&directory, deadline)? else {
         return Ok(Look::default());
     };
-    let pages = mapped.view();
-    Ok(Look {
-        library_version: mapped.identity().0,
-        communicators: communicators(&pages),
-        clocks: (0..)
-            .zip(&pages.header().devices)
-            .filter_map(|(device, slot)| Some((device, slot.read()?)))
-            .collect(),
-        operations: pages.descriptions().collect(),
-        connections: pages
-            .connections()
-            .iter()
-            .filter_map(ConnectionSlot::read)
-            .collect(),
-        proxies: pages.proxies().iter().filter_map(ProxySlot::read).collect(),
-        verdicts: pages.verdicts().collect(),
-    })
+    Ok(Look::at(&mapped))
+}
+
+impl Look {
+    /// What pages say now.
+    pub(crate) fn at(mapped: &Mapped) -> Self {
+        let pages = mapped.view();
+        Self {
+            library_version: mapped.identity().0,
+            communicators: communicators(&pages),
+            clocks: (0..)
+                .zip(&pages.header().devices)
+                .filter_map(|(device, slot)| Some((device, slot.read()?)))
+                .collect(),
+            operations: pages.descriptions().collect(),
+            connections: pages
+                .connections()
+                .iter()
+                .filter_map(ConnectionSlot::read)
+                .collect(),
+            proxies: pages.proxies().iter().filter_map(ProxySlot::read).collect(),
+            verdicts: pages.verdicts().collect(),
+        }
+    }
 }
 
 fn communicators(pages: &Pages<'_>) -> Vec<Communicator> {

@@ -80,6 +80,7 @@ impl Drop for Mapping {
 }
 
 /// What keeps pages from being mapped.
+#[derive(Debug)]
 enum NotMapped {
     Io(io::Error),
     Pages(PagesError),
@@ -354,6 +355,12 @@ impl Mapped {
             return Ok(None);
         }
         Ok(Some(Self::new(mapping, FileKey::of(linked.about()))))
+    }
+
+    /// The pages in a file, whoever they belong to; `None` if they cannot be read. For the fuzzer.
+    pub(crate) fn of_file(file: &File) -> Option<Self> {
+        let key = FileKey::of(&rustix::fs::fstat(file).ok()?);
+        Some(Self::new(Mapping::new(file, Access::Lease).ok()?, key))
     }
 
     fn new(mapping: Mapping, key: FileKey) -> Self {

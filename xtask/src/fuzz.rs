@@ -99,11 +99,14 @@ pub fn run(options: &Options) -> Result<()> {
 }
 
 /// Names of the targets.
-const TARGETS: [&str; 7] = [
+const TARGETS: [&str; 10] = [
     "bootstrap",
     "config",
     "control",
+    "elf",
     "failover",
+    "pages",
+    "procfs",
     "proxy",
     "records",
     "verbs",

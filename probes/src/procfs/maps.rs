@@ -1,9 +1,6 @@
 //! `/proc/PID/maps`: what a process has mapped.
 
-use std::{
-    collections::BTreeMap,
-    io::{self, Read as _},
-};
+use std::{collections::BTreeMap, io};
 
 use super::{CHUNK, FileKey, ProcessDirectory};
 use crate::limits::{Deadline, Limit, MAPPED_FILES, MAPS_BYTES};
@@ -64,7 +61,7 @@ pub(crate) fn parse_line(line: &str) -> Option<Mapping<'_>> {
 
 impl Mapping<'_> {
     /// The file, if it is one that may be a library.
-    fn code(&self) -> Option<MappedFile> {
+    pub(crate) fn code(&self) -> Option<MappedFile> {
         let is_code = self.is_executable && self.path.starts_with('/') && !self.path.starts_with("/memfd:");
         is_code.then(|| MappedFile {
             start: self.start,
@@ -82,52 +79,60 @@ fn unescape(path: &str) -> String {
         .replace("\\012", "\n")
 }
 
+/// Reads a list of mappings piece by piece; see [`ProcessDirectory::mappings`].
+pub(crate) fn read_mappings(
+    mut list: impl io::Read,
+    deadline: Deadline,
+    mut each: impl FnMut(Mapping<'_>) -> bool,
+) -> io::Result<MapsEnd> {
+    let mut buffer = vec![0; CHUNK];
+    let (mut filled, mut before) = (0, 0);
+    loop {
+        let count = match list.read(&mut buffer[filled..]) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            count => count?,
+        };
+        filled += count;
+        before += count;
+        // Whole lines; at the end, what is left.
+        let end = match memchr::memrchr(b'\n', &buffer[..filled]) {
+            Some(at) if count > 0 => at + 1,
+            None if count > 0 => 0,
+            _ => filled,
+        };
+        for line in buffer[..end].split(|byte| *byte == b'\n') {
+            // A path may be no text; all before it is.
+            let line = String::from_utf8_lossy(line);
+            if !parse_line(&line).is_none_or(&mut each) {
+                return Ok(MapsEnd::Enough);
+            }
+        }
+        buffer.copy_within(end..filled, 0);
+        filled -= end;
+        if count == 0 {
+            return Ok(MapsEnd::Whole);
+        }
+        if before > MAPS_BYTES {
+            return Ok(MapsEnd::Cut(Limit::Maps));
+        }
+        if deadline.is_over() {
+            return Ok(MapsEnd::Cut(Limit::SearchTime));
+        }
+        if filled == buffer.len() {
+            // A path may be longer than what is read at once.
+            buffer.resize(2 * filled, 0);
+        }
+    }
+}
+
 impl ProcessDirectory {
     /// Calls `each` on the mappings of the process until it returns `false`, time is over or the list is too long.
     pub(crate) fn mappings(
         &self,
         deadline: Deadline,
-        mut each: impl FnMut(Mapping<'_>) -> bool,
+        each: impl FnMut(Mapping<'_>) -> bool,
     ) -> io::Result<MapsEnd> {
-        let mut file = self.open_text("maps")?;
-        let mut buffer = vec![0; CHUNK];
-        let (mut filled, mut before) = (0, 0);
-        loop {
-            let count = match file.read(&mut buffer[filled..]) {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                count => count?,
-            };
-            filled += count;
-            before += count;
-            // Whole lines; at the end, what is left.
-            let end = match memchr::memrchr(b'\n', &buffer[..filled]) {
-                Some(at) if count > 0 => at + 1,
-                None if count > 0 => 0,
-                _ => filled,
-            };
-            for line in buffer[..end].split(|byte| *byte == b'\n') {
-                // A path may be no text; all before it is.
-                let line = String::from_utf8_lossy(line);
-                if !parse_line(&line).is_none_or(&mut each) {
-                    return Ok(MapsEnd::Enough);
-                }
-            }
-            buffer.copy_within(end..filled, 0);
-            filled -= end;
-            if count == 0 {
-                return Ok(MapsEnd::Whole);
-            }
-            if before > MAPS_BYTES {
-                return Ok(MapsEnd::Cut(Limit::Maps));
-            }
-            if deadline.is_over() {
-                return Ok(MapsEnd::Cut(Limit::SearchTime));
-            }
-            if filled == buffer.len() {
-                // A path may be longer than what is read at once.
-                buffer.resize(2 * filled, 0);
-            }
-        }
+        read_mappings(self.open_text("maps")?, deadline, each)
     }
 
     /// Whether the process has a file mapped, as far as time allows to tell.
@@ -195,6 +200,29 @@ rubbish
                 },
             ]
         );
+    }
+
+    #[test]
+    fn a_list_that_is_too_long_is_cut() {
+        let deadline = Deadline::after(std::time::Duration::from_secs(60));
+        let mut lines = 0;
+        let end = read_mappings(io::repeat(b'\n'), deadline, |_| true).unwrap();
+        assert_eq!(end, MapsEnd::Cut(Limit::Maps));
+        // A line that never ends takes no more.
+        let end = read_mappings(io::repeat(b'x'), deadline, |_| true).unwrap();
+        assert_eq!(end, MapsEnd::Cut(Limit::Maps));
+        let count = |_: Mapping<'_>| {
+            lines += 1;
+            true
+        };
+        assert_eq!(
+            read_mappings(MAPS.as_bytes(), deadline, count).unwrap(),
+            MapsEnd::Whole
+        );
+        assert_eq!(lines, 6);
+        let over = Deadline::after(std::time::Duration::ZERO);
+        let end = read_mappings(MAPS.as_bytes(), over, |_| true).unwrap();
+        assert_eq!(end, MapsEnd::Cut(Limit::SearchTime));
     }
 
     proptest::proptest! {

@@ -29,7 +29,7 @@ mod maps;
 mod text;
 
 pub(crate) use environment::Environment;
-pub(crate) use maps::{MappedFile, MapsEnd};
+pub(crate) use maps::{MappedFile, MapsEnd, read_mappings};
 pub(crate) use text::{parse_stat, status_field};
 
 /// Flags of every open: nothing waits, becomes a terminal, or is inherited.
