@@ -1,6 +1,10 @@
-//! Real backends take the traces of a job and give them back whole.
+//! Real backends take the traces of a job and give them back whole. Ones that refuse are left in peace.
+
+#[path = "../../exporters/tests/otlp_server/mod.rs"]
+mod otlp_server;
 
 use std::{
+    collections::BTreeSet,
     net::{SocketAddr, ToSocketAddrs},
     path::Path,
     thread,
@@ -8,6 +12,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
+use otlp_server::{Answer, HttpServer, Limit};
 use ringsight_testbed::{
     backend::{self, Jaeger},
     demo::{collector::Collector, summary::Summary},
@@ -167,6 +172,94 @@ fn tempo_gives_back_what_it_got() -> Result<()> {
         traces::read_tempo(&backend::get(query, &format!("/api/traces/{id}"))?)
     })?;
     println!("Tempo gave back {} traces", summary.operations.len());
+    Ok(())
+}
+
+/// Runs a job whose telemetry goes to `server`; returns the collector's exit code, what it wrote, and how long it took after the job.
+fn send_to(server: &HttpServer, folder: &Path) -> Result<(Option<i32>, String, Duration)> {
+    let mut job = start(&job(2, 60, 0), folder)?;
+    let options = [
+        format!("--otlp={}", server.url),
+        "--otlp-protocol=http/protobuf".to_owned(),
+        "--flush-timeout=60".to_owned(),
+    ];
+    let mut collector = Collector::attach(artifacts(), &job.pids(), &options, folder)?;
+    job.go()?;
+    job.wait_done(LIMIT, |_, _| ())?;
+    job.exit()?;
+    let ended = Instant::now();
+    let (code, log) = collector.outcome(LIMIT)?;
+    Ok((code, log, ended.elapsed()))
+}
+
+#[test]
+fn a_backend_that_asks_to_wait_gets_no_second_request() -> Result<()> {
+    let _alone = alone();
+    let folder = folder()?;
+    let server = HttpServer::always(Answer::status(429).header("retry-after", "600"));
+    let (code, log, flushing) = send_to(&server, folder.path())?;
+    ensure!(code == Some(4), "{code:?}: {log}");
+    // One of each signal.
+    ensure!(
+        server.requests(None) <= 3,
+        "{} requests: {log}",
+        server.requests(None)
+    );
+    ensure!(server.requests(Some("/v1/traces")) == 1, "{log}");
+    ensure!(log.contains("spans are kept and tried again in 600 s"), "{log}");
+    ensure!(log.contains("spans were dropped (shutdown)"), "{log}");
+    ensure!(
+        flushing < Duration::from_secs(30),
+        "nothing could be sent, but it took {flushing:?}: {log}"
+    );
+    Ok(())
+}
+
+#[test]
+fn a_backend_that_refuses_for_good_is_said_to_get_nothing() -> Result<()> {
+    let _alone = alone();
+    let folder = folder()?;
+    let server = HttpServer::always(Answer::status(401));
+    let (code, log, _) = send_to(&server, folder.path())?;
+    ensure!(code == Some(4), "{code:?}: {log}");
+    ensure!(
+        log.contains("HTTP 401") && log.contains("spans were dropped (rejected)"),
+        "{log}"
+    );
+    ensure!(!log.contains("kept"), "{log}");
+    Ok(())
+}
+
+#[test]
+fn a_backend_that_takes_small_requests_alone_gets_everything_once() -> Result<()> {
+    let _alone = alone();
+    let folder = folder()?;
+    let server = HttpServer::limited(Limit {
+        bytes: 20_000,
+        answer: Answer::status(413),
+        early: false,
+    });
+    let (code, log, _) = send_to(&server, folder.path())?;
+    ensure!(code == Some(0), "{code:?}: {log}");
+    ensure!(log.contains("sent again in two requests"), "{log}");
+    let received = server.received().traces;
+    let scopes = received
+        .resource_spans
+        .iter()
+        .flat_map(|group| &group.scope_spans);
+    let ids: Vec<&[u8]> = scopes
+        .flat_map(|scope| &scope.spans)
+        .map(|span| &span.span_id[..])
+        .collect();
+    ensure!(
+        log.contains(&format!("{} spans delivered", ids.len())),
+        "{} came: {log}",
+        ids.len()
+    );
+    ensure!(
+        ids.iter().collect::<BTreeSet<_>>().len() == ids.len(),
+        "a span came twice"
+    );
     Ok(())
 }
 
