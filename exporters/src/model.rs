@@ -502,4 +502,20 @@ pub trait Exporter: Send {
     /// # Errors
     /// What could not be delivered or written, in words.
     fn shutdown(&mut self, timeout: std::time::Duration) -> Result<(), String>;
+    /// As [`Exporter::shutdown`], but gives up soon after `is_cut` says so, as if `timeout` were over. An exporter that takes no longer
+    /// than a file needs does not ask.
+    ///
+    /// # Errors
+    /// As [`Exporter::shutdown`].
+    fn shutdown_until(
+        &mut self,
+        timeout: std::time::Duration,
+        is_cut: &(dyn Fn() -> bool + Sync),
+    ) -> Result<(), String> {
+        let _ = is_cut;
+        self.shutdown(timeout)
+    }
 }
+
+/// How often [`Exporter::shutdown_until`] asks whether it is cut: a person at a terminal sees no delay.
+pub(crate) const CUT_POLL: std::time::Duration = std::time::Duration::from_millis(50);

@@ -12,10 +12,10 @@ use std::{
         mpsc::{self, RecvTimeoutError, Sender},
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
-use crate::model::{Batch, ExportStats, Exporter, Signal, Takes};
+use crate::model::{Batch, CUT_POLL, ExportStats, Exporter, Signal, Takes};
 
 /// Bytes of batches that wait for a thread: at 1 KB a span, a second of 60,000 spans a second. Exporters share a batch's memory.
 pub const QUEUE_BYTES: usize = 64 << 20;
@@ -233,15 +233,31 @@ impl Exporter for Worker {
         stats
     }
 
-    /// Returns at `timeout` at the latest, whatever the exporter does.
     fn shutdown(&mut self, timeout: Duration) -> Result<(), String> {
+        self.shutdown_until(timeout, &|| false)
+    }
+
+    /// Returns at `timeout` at the latest, whatever the exporter does.
+    fn shutdown_until(
+        &mut self,
+        timeout: Duration,
+        is_cut: &(dyn Fn() -> bool + Sync),
+    ) -> Result<(), String> {
         let Some(work) = self.work.take() else {
             return Ok(());
         };
         // A thread that panicked takes nothing, and shows as disconnected below.
         let _ = work.send(Work::Close(timeout));
         drop(work);
-        let result = self.ended.recv_timeout(timeout);
+        let begun = Instant::now();
+        let result = loop {
+            let left = timeout.saturating_sub(begun.elapsed());
+            let result = self.ended.recv_timeout(left.min(CUT_POLL));
+            let waits = result == Err(RecvTimeoutError::Timeout);
+            if !waits || left.is_zero() || is_cut() {
+                break result;
+            }
+        };
         let mut account = self.account();
         let result = match result {
             Ok(result) => result,
@@ -252,7 +268,7 @@ impl Exporter for Worker {
                     RecvTimeoutError::Timeout => format!(
                         "{} did not take what was written to it within {:.1} s; {} are missing from it",
                         self.target,
-                        timeout.as_secs_f64(),
+                        begun.elapsed().as_secs_f64(),
                         waiting.list()
                     ),
                     RecvTimeoutError::Disconnected => {

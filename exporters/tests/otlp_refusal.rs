@@ -195,6 +195,21 @@ fn a_long_wait_holds_for_the_next_batch_and_the_signal_alone() {
 }
 
 #[test]
+fn a_shutdown_that_is_cut_counts_what_is_left() {
+    let server = HttpServer::always(Answer::status(503));
+    let mut exporter = http(&server);
+    exporter.export(&spans(1..4));
+    let cut = || server.requests(TRACES) >= 2;
+    let error = exporter
+        .shutdown_until(Duration::from_secs(600), &cut)
+        .unwrap_err();
+    assert!(error.contains("3 spans were not delivered"), "{error}");
+    assert_eq!(exporter.stats()[Signal::Traces].dropped, [("shutdown", 3)]);
+    // At once: five attempts would take 3.5 s.
+    assert!(server.requests(TRACES) <= 5, "{}", server.requests(TRACES));
+}
+
+#[test]
 fn a_wait_beyond_our_own_patience_is_waited_for() {
     let server = HttpServer::start(vec![Answer::status(503).header("retry-after", "2")]);
     let mut config = config(&server.url, Protocol::HttpProtobuf);

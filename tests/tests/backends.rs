@@ -12,7 +12,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use otlp_server::{Answer, HttpServer, Limit};
+use otlp_server::{Answer, HttpServer, Limit, eventually};
 use ringsight_testbed::{
     backend::{self, Jaeger},
     demo::{collector::Collector, summary::Summary},
@@ -20,6 +20,7 @@ use ringsight_testbed::{
 use ringsight_tests::{
     LIMIT, alone, artifacts, folder, jaeger_binary, job, skip, start,
     traces::{self, Makers},
+    under_way,
 };
 
 /// Runs a job whose traces go to `otlp`; returns the collector's account, and what it wrote.
@@ -212,6 +213,28 @@ fn a_backend_that_asks_to_wait_gets_no_second_request() -> Result<()> {
         flushing < Duration::from_secs(30),
         "nothing could be sent, but it took {flushing:?}: {log}"
     );
+    Ok(())
+}
+
+#[test]
+fn a_signal_ends_the_delivery_to_a_backend_that_refuses() -> Result<()> {
+    let _alone = alone();
+    let folder = folder()?;
+    let server = HttpServer::always(Answer::status(503));
+    let job = under_way(folder.path())?;
+    let options = [
+        format!("--otlp={}", server.url),
+        "--otlp-protocol=http/protobuf".to_owned(),
+        "--duration=0.5".to_owned(),
+        "--flush-timeout=3600".to_owned(),
+    ];
+    let mut collector = Collector::attach(artifacts(), &job.pids(), &options, folder.path())?;
+    eventually("the delivery", || collector.log().contains("detached in"));
+    collector.signal(libc::SIGTERM);
+    // With its account: the signal ends the delivery and not the process.
+    let (code, log) = collector.outcome(LIMIT)?;
+    ensure!(code == Some(4), "{code:?}: {log}");
+    ensure!(log.contains("spans were dropped (shutdown)"), "{log}");
     Ok(())
 }
 

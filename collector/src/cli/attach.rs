@@ -186,13 +186,17 @@ impl Outputs {
             .collect()
     }
 
-    /// Delivers what is queued, to all at once: one that takes nothing costs the others no time. Says what was not delivered.
-    fn shutdown(&mut self, timeout: Duration) -> Vec<ExporterRow> {
+    /// Delivers what is queued, to all at once: one that takes nothing costs the others no time. Says what was not delivered. The first
+    /// signal cuts it short; a signal after one that ended the watch ends the process.
+    fn shutdown(&mut self, timeout: Duration, ending: &Ending) -> Vec<ExporterRow> {
+        let asked_before = ending.asked();
+        let is_cut = || !asked_before && ending.asked();
         let errors: Vec<Option<String>> = thread::scope(|scope| {
             let exporters = self.exporters.iter_mut();
             let closing: Vec<_> = exporters
                 .map(|exporter| {
-                    thread::Builder::new().spawn_scoped(scope, move || exporter.shutdown(timeout).err())
+                    thread::Builder::new()
+                        .spawn_scoped(scope, || exporter.shutdown_until(timeout, &is_cut).err())
                 })
                 .collect();
             let result = |closing: io::Result<ScopedJoinHandle<'_, Option<String>>>| match closing {
@@ -307,7 +311,7 @@ fn try_run(arguments: &AttachArguments, ending: &Ending) -> Result<Exit, (Exit, 
     let detach_ms = reader.let_go();
     let duration_s = begun.elapsed().as_secs_f64();
     let flushing = Instant::now();
-    let exporters = outputs.shutdown(arguments.flush_timeout);
+    let exporters = outputs.shutdown(arguments.flush_timeout, ending);
 
     let summary = summarise(&session, &collector, &watched, exporters, (duration_s, detach_ms));
     if !arguments.quiet {

@@ -29,7 +29,7 @@ pub use config::{Config, ConfigError, Endpoint, Headers, PemFile, Protocol, Retr
 use self::client::{Client, seconds};
 use self::encode::Encoder;
 use self::queue::Queue;
-use crate::model::{Batch, ExportStats, Exporter, Signal};
+use crate::model::{Batch, CUT_POLL, ExportStats, Exporter, Signal};
 
 /// What a shutdown waits for the thread beyond the time given to delivering.
 const GRACE: Duration = Duration::from_secs(1);
@@ -125,22 +125,37 @@ impl Exporter for OtlpExporter {
     }
 
     fn shutdown(&mut self, timeout: Duration) -> Result<(), String> {
+        self.shutdown_until(timeout, &|| false)
+    }
+
+    fn shutdown_until(
+        &mut self,
+        timeout: Duration,
+        is_cut: &(dyn Fn() -> bool + Sync),
+    ) -> Result<(), String> {
         if self.queue.is_closed() {
             return Ok(());
         }
         self.queue.close();
-        let now = Instant::now();
+        let begun = Instant::now();
         // A timeout beyond what the clock can tell is as good as a century.
         let century = Duration::from_secs(100 * 365 * 24 * 3600);
-        let timeout = timeout.min(century);
-        self.closing.send_replace(Some(now + timeout));
-        if self.running.recv_timeout(timeout + GRACE) == Err(RecvTimeoutError::Timeout) {
-            self.queue.abandon();
-            return Err(format!(
-                "{}: its thread did not stop within {}",
-                self.target,
-                seconds(timeout)
-            ));
+        let mut deadline = begun + timeout.min(century);
+        self.closing.send_replace(Some(deadline));
+        while self.running.recv_timeout(CUT_POLL) == Err(RecvTimeoutError::Timeout) {
+            let now = Instant::now();
+            if now > deadline + GRACE {
+                self.queue.abandon();
+                return Err(format!(
+                    "{}: its thread did not stop within {}",
+                    self.target,
+                    seconds(deadline - begun)
+                ));
+            }
+            if now < deadline && is_cut() {
+                deadline = now;
+                self.closing.send_replace(Some(deadline));
+            }
         }
         // Nothing waits any more unless the worker died.
         self.queue.abandon();
@@ -150,7 +165,7 @@ impl Exporter for OtlpExporter {
             Some(lost) => Err(format!(
                 "{}: {lost} were not delivered within {} (last error: {})",
                 self.target,
-                seconds(timeout),
+                seconds(deadline - begun),
                 stats.last_error.as_deref().unwrap_or("none"),
             )),
         }

@@ -51,14 +51,24 @@ pub(super) async fn run(
     queue.abandon();
 }
 
-/// Waits for the deadline; if the exporter is gone without setting one, it is now.
+/// Waits for the deadline, which may be set to an earlier time; if the exporter is gone without setting one, it is now.
 async fn passed(mut closing: watch::Receiver<Deadline>) {
-    let deadline = closing
-        .wait_for(Option::is_some)
-        .await
-        .map_or(None, |deadline| *deadline);
-    if let Some(deadline) = deadline {
-        tokio::time::sleep_until(deadline).await;
+    loop {
+        let deadline = *closing.borrow_and_update();
+        let time = async {
+            match deadline {
+                Some(deadline) => tokio::time::sleep_until(deadline).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = time => return,
+            changed = closing.changed() => {
+                if changed.is_err() {
+                    return;
+                }
+            }
+        }
     }
 }
 

@@ -152,6 +152,18 @@ fn an_exporter_that_is_stuck_holds_up_nobody_and_everything_is_counted() {
 }
 
 #[test]
+fn a_stuck_exporter_is_left_behind_when_the_shutdown_is_cut() {
+    let (mut worker, _stuck) = slow(QUEUE_BYTES, 0);
+    worker.export_shared(&batch(2, 0));
+    let begun = Instant::now();
+    let cut = || begun.elapsed() > Duration::from_millis(100);
+    let error = worker.shutdown_until(Duration::from_secs(600), &cut).unwrap_err();
+    assert!(begun.elapsed() < Duration::from_secs(60));
+    assert!(error.contains("2 log records are missing"), "{error}");
+    assert_eq!(logs(&worker).dropped_as("shutdown"), 2);
+}
+
+#[test]
 fn operations_that_did_not_fit_are_told_at_the_end() {
     let (mut worker, go_on) = slow(1, 0);
     for _ in 0..3 {
