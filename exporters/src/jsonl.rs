@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use ringsight_output::{Destination, Error};
 
-use crate::model::{Batch, ExportStats, Exporter, Signal, Tally};
+use crate::model::{Batch, Consequence, ExportStats, Exporter, Failure, Signal, Tally};
 use crate::otlp::json;
 
 /// Bytes of lines that are kept for a file that cannot take them, before lines are dropped.
@@ -138,9 +138,16 @@ impl Exporter for JsonlExporter {
 
     fn stats(&self) -> ExportStats {
         let mut stats = self.writer.stats.clone();
-        stats.last_error = stats
-            .last_error
-            .map(|error| format!("cannot write trace file {}: {error}", self.path));
+        let failures = stats
+            .tallies
+            .iter_mut()
+            .filter_map(|tally| tally.last_failure.as_mut());
+        for error in failures
+            .map(|failure| &mut failure.error)
+            .chain(&mut stats.last_error)
+        {
+            *error = format!("cannot write trace file {}: {error}", self.path);
+        }
         stats
     }
 
@@ -215,8 +222,9 @@ impl<M: Medium> Writer<M> {
         self.line(Signal::Traces, spans, json::traces);
         self.line(Signal::Metrics, metrics, json::metrics);
         self.line(Signal::Logs, logs, json::logs);
-        if self.flush().is_err() {
+        if let Err(error) = self.flush() {
             self.limit();
+            self.keep(&error);
         }
     }
 
@@ -274,6 +282,23 @@ impl<M: Medium> Writer<M> {
             }
         }
         (written, Ok(()))
+    }
+
+    /// Notes what waits for the next batch, because of `error`.
+    fn keep(&mut self, error: &io::Error) {
+        for signal in Signal::ALL {
+            let kept = self.lines.iter().filter(|line| line.signal == signal);
+            let items: u64 = kept.map(|line| line.items).sum();
+            if items > 0 {
+                let tally = &mut self.stats[signal];
+                tally.failures += 1;
+                tally.last_failure = Some(Failure {
+                    error: error.to_string(),
+                    items,
+                    consequence: Consequence::KeptForNext,
+                });
+            }
+        }
     }
 
     /// Drops the newest lines that exceed what is kept for later.

@@ -352,6 +352,8 @@ impl Signal {
 pub enum Consequence {
     /// They are kept, and tried again after this time.
     Kept(std::time::Duration),
+    /// They are kept, and tried again with the next batch.
+    KeptForNext,
     /// They are sent again in two requests.
     Halved,
     /// They were dropped for this reason.

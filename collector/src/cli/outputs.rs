@@ -289,6 +289,10 @@ impl SignalHealth {
                     Trouble::Kept,
                     format!("kept and tried again in {}", seconds(wait)),
                 )),
+                Consequence::KeptForNext => Some((
+                    Trouble::Kept,
+                    "kept and tried again with the next ones".to_owned(),
+                )),
                 Consequence::Halved => Some((Trouble::Halved, "sent again in two requests".to_owned())),
                 Consequence::Dropped(_) => None,
             };
@@ -533,7 +537,19 @@ mod tests {
         assert_eq!(told(&stats), ["traces are delivered again"]);
         stats[Signal::Traces].delivered = 20;
         assert!(told(&stats).is_empty());
-        // A file counts no failures.
+        stats[Signal::Logs].failures += 1;
+        stats[Signal::Logs].last_failure = Some(Failure {
+            error: "no space left".into(),
+            items: 1,
+            consequence: Consequence::KeptForNext,
+        });
+        assert_eq!(
+            told(&stats),
+            [
+                "logs are not delivered (no space left): 1 log records are kept and tried again with the next ones"
+            ]
+        );
+        // Not every exporter counts failures.
         stats[Signal::Logs].drop_items("io_error", 2);
         stats.last_error = Some("no space left".into());
         assert_eq!(

@@ -96,6 +96,9 @@ fn at_any_size_of_the_disk_the_file_is_whole_lines_and_the_rest_comes_later() {
         );
         assert!(writer.stats[Signal::Traces].delivered < 6);
         assert!(writer.stats.last_error.is_some());
+        let failure = writer.stats[Signal::Traces].last_failure.as_ref().unwrap();
+        assert_eq!(failure.consequence, Consequence::KeptForNext);
+        assert_eq!(failure.items, 6 - writer.stats[Signal::Traces].delivered);
         writer.medium.space = usize::MAX;
         assert_eq!(writer.close(|_| Ok(())), Ok(()));
         assert_eq!(writer.medium.content, all.medium.content, "with {space} bytes");

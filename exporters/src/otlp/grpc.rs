@@ -259,7 +259,7 @@ impl Decoder for PassThrough {
 
 /// What a failure that the server sent means to a request.
 fn outcome(status: &Status) -> Outcome {
-    let wait = retry_info(status.details());
+    let wait = asked_wait(status);
     let kind = match status.code() {
         Code::ResourceExhausted | Code::OutOfRange if says_too_large(status.message()) => Kind::TooLarge,
         Code::Cancelled
@@ -293,6 +293,19 @@ fn not_grpc(status: StatusCode, headers: &HeaderMap) -> Outcome {
         wait: response::retry_after(headers),
         error: format!("HTTP {status} without a gRPC status"),
     })
+}
+
+/// How long the server asks to wait: by `RetryInfo`, by gRPC's push-back in milliseconds, or by HTTP's header, which proxies add.
+fn asked_wait(status: &Status) -> Option<Duration> {
+    let headers = status.metadata().as_ref();
+    let pushback = headers.get("grpc-retry-pushback-ms");
+    let pushback = pushback.and_then(|value| value.to_str().ok()?.trim().parse().ok());
+    let waits = [
+        retry_info(status.details()),
+        pushback.map(|wait| Duration::from_millis(wait).min(MAX_WAIT)),
+        response::retry_after(headers),
+    ];
+    waits.into_iter().flatten().max()
 }
 
 /// The delay in the `RetryInfo` of an encoded `google.rpc.Status`.
@@ -356,6 +369,37 @@ mod tests {
                 (refusal.kind, refusal.wait),
                 (expected, Some(Duration::from_secs(7))),
                 "{status}"
+            );
+        }
+    }
+
+    #[test]
+    fn every_way_to_ask_for_a_wait_is_heard() {
+        for (name, value, seconds) in [
+            ("retry-after", "7", Some(7)),
+            ("grpc-retry-pushback-ms", "9000", Some(9)),
+            ("grpc-retry-pushback-ms", "99999999999999", Some(3_600)),
+            // "Do not retry": our own back-off does.
+            ("grpc-retry-pushback-ms", "-1", None),
+        ] {
+            let headers = HeaderMap::from_iter([(
+                http::HeaderName::from_static(name),
+                HeaderValue::from_static(value),
+            )]);
+            let metadata = MetadataMap::from_headers(headers);
+            let status = Status::with_metadata(Code::ResourceExhausted, "full", metadata);
+            let Outcome::Refused(refusal) = outcome(&status) else {
+                panic!("{status} is no success")
+            };
+            let kind = if seconds.is_some() {
+                Kind::BUSY
+            } else {
+                Kind::REJECTED
+            };
+            assert_eq!(
+                (refusal.kind, refusal.wait),
+                (kind, seconds.map(Duration::from_secs)),
+                "{value}"
             );
         }
     }
