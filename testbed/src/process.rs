@@ -193,7 +193,7 @@ impl Guarded {
     }
 
     /// Waits until `is_so`, at most `limit`.
-    pub(crate) fn wait_until(&mut self, limit: Duration, mut is_so: impl FnMut() -> bool) -> Result<()> {
+    pub fn wait_until(&mut self, limit: Duration, mut is_so: impl FnMut() -> bool) -> Result<()> {
         let end = Instant::now() + limit;
         while !is_so() {
             if let Some(status) = self.child.try_wait()? {

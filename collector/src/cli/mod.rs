@@ -101,7 +101,8 @@ pub(crate) fn main() -> ExitCode {
         return Exit::Usage.into();
     }
     let exit = match command {
-        Command::Attach(arguments) => attach::run(&arguments),
+        // It has handled signals, and waits for standard error accordingly.
+        Command::Attach(arguments) => return attach::run(&arguments).into(),
         Command::List { pid, json } => list::run(pid, json),
         Command::Explain(arguments) => explain::run(&arguments),
         Command::Snapshot {

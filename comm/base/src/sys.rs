@@ -256,14 +256,7 @@ pub fn poll(fds: &mut [libc::pollfd], timeout: Option<Duration>) -> io::Result<u
     });
     let time = time.as_ref().map_or(ptr::null(), ptr::from_ref);
     // SAFETY: `fds` is writable for its length, `time` is null or points to a timespec, and there is no signal mask.
-    let ready = unsafe {
-        libc::ppoll(
-            fds.as_mut_ptr(),
-            fds.len() as libc::nfds_t,
-            time,
-            ptr::null(),
-        )
-    };
+    let ready = unsafe { libc::ppoll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, time, ptr::null()) };
     match check(ready) {
         Ok(ready) => Ok(ready as usize),
         Err(error) if error.kind() == io::ErrorKind::Interrupted => {

@@ -97,7 +97,9 @@ impl Frame {
                 aborted: tag & 1 != 0,
                 elsewhere: tag & 2 != 0,
             },
-            (7, 0) => Self::Refused { text: printable(data) },
+            (7, 0) => Self::Refused {
+                text: printable(data),
+            },
             _ => return None,
         })
     }
@@ -277,7 +279,11 @@ mod tests {
         reader.push(&long.encode());
         assert_eq!(reader.next(), Ok(Some(long)));
         reader.push(&[]);
-        assert!(reader.bytes.capacity() <= 2 * FrameReader::KEPT, "{}", reader.bytes.capacity());
+        assert!(
+            reader.bytes.capacity() <= 2 * FrameReader::KEPT,
+            "{}",
+            reader.bytes.capacity()
+        );
     }
 
     #[test]

@@ -177,12 +177,17 @@ mod tests {
         assert_eq!(public(id(1, 2, 3)), public(id(1, 4, 5)));
         assert_ne!(public(id(1, 2, 3)), public(id(2, 2, 3)));
         assert_ne!(id(1, 2, 3).to_bytes(), id(1, 4, 3).to_bytes());
-        assert_eq!(UniqueId::from_bytes(&id(1, 2, 3).to_bytes()).ok(), Some(id(1, 2, 3)));
+        assert_eq!(
+            UniqueId::from_bytes(&id(1, 2, 3).to_bytes()).ok(),
+            Some(id(1, 2, 3))
+        );
     }
 
     #[test]
     fn a_scope_is_that_of_the_host_that_uses_it() {
-        let on = |own: &str, address: &str| on_link_of(&own.parse().unwrap(), address.parse().unwrap()).to_string();
+        let on = |own: &str, address: &str| {
+            on_link_of(&own.parse().unwrap(), address.parse().unwrap()).to_string()
+        };
         assert_eq!(on("[fe80::1%2]:0", "[fe80::2%7]:9"), "[fe80::2%2]:9");
         assert_eq!(on("[fe80::1%2]:0", "[fd00::2]:9"), "[fd00::2]:9");
         assert_eq!(on("10.0.0.1:0", "10.0.0.2:9"), "10.0.0.2:9");

@@ -233,7 +233,11 @@ mod tests {
             // Of what is left by a list of names that are not wanted, too.
             assert_eq!(chosen(&all[..left], Some("^none"), None), expected);
         }
-        assert_eq!(chosen(&all, Some("eth,ib"), None), "eth0", "the system's order of what is listed");
+        assert_eq!(
+            chosen(&all, Some("eth,ib"), None),
+            "eth0",
+            "the system's order of what is listed"
+        );
         let names = ["ibs3", "enp1s0", "docker_gwbridge", "lo", "virbr0-nic"];
         assert_eq!(names.map(preference), [0, 1, 2, 3, 4]);
     }
@@ -242,7 +246,10 @@ mod tests {
     fn an_interface_without_a_carrier_is_named_and_not_used() {
         let mut interfaces = vec![interface("enp1s0", "10.2.0.1:0", false)];
         let refused = chosen(&interfaces, None, None);
-        assert!(refused.ends_with("there are: ; down or without a carrier: enp1s0"), "{refused}");
+        assert!(
+            refused.ends_with("there are: ; down or without a carrier: enp1s0"),
+            "{refused}"
+        );
         interfaces.extend(machine());
         assert_eq!(chosen(&interfaces, None, None), "eth0");
         assert_eq!(chosen(&interfaces, Some("en,eth"), Some("AF_INET")), "eth0");
@@ -251,7 +258,10 @@ mod tests {
     #[test]
     fn this_machine_has_an_interface_that_scopes_name() {
         assert!(all().unwrap().iter().any(|interface| interface.runs));
-        assert_eq!((index_of("lo"), index_of("7"), index_of("0")), (Some(1), Some(7), None));
+        assert_eq!(
+            (index_of("lo"), index_of("7"), index_of("0")),
+            (Some(1), Some(7), None)
+        );
         assert_eq!((index_of("no such"), index_of("")), (None, None));
     }
 }

@@ -169,7 +169,9 @@ fn comm_id_addresses(text: &str) -> std::result::Result<(Vec<SocketAddr>, String
         Some((address, scope)) => (address, Some(scope)),
         None => (address, None),
     };
-    let ip: Ipv6Addr = address.parse().map_err(|_| format!("{address} is no IPv6 address"))?;
+    let ip: Ipv6Addr = address
+        .parse()
+        .map_err(|_| format!("{address} is no IPv6 address"))?;
     let port: u16 = port.parse().map_err(|_| format!("{port} is no port"))?;
     let index = match scope {
         Some(scope) => interface::index_of(scope).ok_or_else(|| format!("there is no interface {scope}"))?,

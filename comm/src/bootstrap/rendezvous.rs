@@ -121,7 +121,9 @@ fn try_join(ids: &[UniqueId], rank: u32, ranks: u32, abort: &AbortWord, timeout:
                 thread::sleep(sys::ABORT_CHECK);
                 continue;
             }
-            Some(Answer::Table { secret, addresses }) if addresses.len() == ranks as usize => (secret, addresses),
+            Some(Answer::Table { secret, addresses }) if addresses.len() == ranks as usize => {
+                (secret, addresses)
+            }
             Some(Answer::Table { addresses, .. }) => {
                 return Err(Error::Protocol(format!(
                     "the root knows {} ranks, we {ranks}",

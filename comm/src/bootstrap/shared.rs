@@ -478,7 +478,10 @@ mod tests {
         assert!(state.hold(1, Class::Gather, 8, long()));
         assert!(!state.hold(1, Class::Message, 9, vec![0]), "a byte too many");
         assert!(state.hold(2, Class::Message, 7, long()), "another rank");
-        assert_eq!(state.next(1, Class::Message, 7).map(|data| data.len()), Some(long().len()));
+        assert_eq!(
+            state.next(1, Class::Message, 7).map(|data| data.len()),
+            Some(long().len())
+        );
         assert!(state.hold(1, Class::Message, 7, Vec::new()));
         assert_eq!(state.next(1, Class::Message, 6), None);
         for (class, tag) in [(Class::Gather, 8), (Class::Message, 9), (Class::Message, 7)] {
@@ -495,7 +498,11 @@ mod tests {
         }
         assert!(state.control_bytes <= 64 << 20, "{}", state.control_bytes);
         assert_eq!(state.controls.len(), state.control_bytes >> 20);
-        assert_eq!(state.controls.back().map(|(from, _)| *from), Some(99), "the latest stays");
+        assert_eq!(
+            state.controls.back().map(|(from, _)| *from),
+            Some(99),
+            "the latest stays"
+        );
         for number in 0..10_000 {
             state.control(number, Vec::new());
         }

@@ -14,12 +14,7 @@ use ringsight_comm::{
     transport::{NET_SOCKET, NET_VERBS, rdma::Rdma},
 };
 use ringsight_comm_base::names::NameFilter;
-use ringsight_verbs::{
-    config::Config,
-    failover::Settings,
-    port::Net,
-    port_health::PortHealth,
-};
+use ringsight_verbs::{config::Config, failover::Settings, port::Net, port_health::PortHealth};
 
 use super::ranks::{PATIENCE, Rank, consume, produce, seed, turn, world_of};
 

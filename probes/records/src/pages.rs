@@ -249,8 +249,9 @@ impl Header {
             let end = entries
                 .checked_mul(bytes)
                 .and_then(|size| size.checked_add(offset));
-            let fits =
-                end.is_some_and(|end| end <= mapped_bytes) && offset >= size_of::<Self>() && offset.is_multiple_of(64);
+            let fits = end.is_some_and(|end| end <= mapped_bytes)
+                && offset >= size_of::<Self>()
+                && offset.is_multiple_of(64);
             if fits && entries.is_power_of_two() && entries <= limit {
                 Ok((offset, entries))
             } else {
@@ -334,11 +335,23 @@ impl Header {
         for (offset, entries, table) in [
             (&mut self.comm_offset, &mut self.comm_entries, geometry.comms),
             (&mut self.eager_offset, &mut self.eager_entries, geometry.eager),
-            (&mut self.captured_offset, &mut self.captured_entries, geometry.captured),
+            (
+                &mut self.captured_offset,
+                &mut self.captured_entries,
+                geometry.captured,
+            ),
             (&mut self.ring_offset, &mut self.ring_slots, geometry.ring),
-            (&mut self.connection_offset, &mut self.connection_entries, geometry.connections),
+            (
+                &mut self.connection_offset,
+                &mut self.connection_entries,
+                geometry.connections,
+            ),
             (&mut self.proxy_offset, &mut self.proxy_entries, geometry.proxies),
-            (&mut self.verdict_offset, &mut self.verdict_entries, geometry.verdicts),
+            (
+                &mut self.verdict_offset,
+                &mut self.verdict_entries,
+                geometry.verdicts,
+            ),
         ] {
             put(offset, table.0);
             put(entries, table.1);

@@ -66,6 +66,11 @@ impl Target {
     /// can become somebody else, and the collector has no rights that could be abused. The same if this machine does not let an
     /// unprivileged process play the case.
     pub(crate) fn start(test: &str, case: &str) -> Result<Option<Self>> {
+        Self::start_with(test, case, Path::new("libnccl.so.2"))
+    }
+
+    /// As [`Target::start`], with its library at a path of its choice in its folder.
+    pub(crate) fn start_with(test: &str, case: &str, library_path: &Path) -> Result<Option<Self>> {
         if !ringsight_tests::may_attach() {
             skip(test, "needs root, to start a target of another user");
             return Ok(None);
@@ -73,7 +78,9 @@ impl Target {
         let folder = folder()?;
         let path = folder.path();
         fs::set_permissions(path, fs::Permissions::from_mode(0o755))?;
-        fs::copy(library(), path.join("libnccl.so.2"))?;
+        let library_path = path.join(library_path);
+        fs::create_dir_all(library_path.parent().context("a folder")?)?;
+        fs::copy(library(), &library_path)?;
         // Where anybody may run it from.
         let program = path.join("hostile_target");
         fs::copy(env!("CARGO_BIN_EXE_hostile_target"), &program)?;
@@ -86,7 +93,7 @@ impl Target {
         let mut command = Command::new(&program);
         command
             .arg(case)
-            .arg(path.join("libnccl.so.2"))
+            .arg(library_path)
             .current_dir(&own)
             .uid(NOBODY)
             .gid(NOBODY);

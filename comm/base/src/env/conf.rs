@@ -138,7 +138,9 @@ fn homes() -> Vec<PathBuf> {
     homes.extend(own.map(PathBuf::from));
     let same = |homes: &[PathBuf]| {
         let [first, second] = homes else { return false };
-        first == second || fs::canonicalize(first).is_ok_and(|first| fs::canonicalize(second).is_ok_and(|second| first == second))
+        first == second
+            || fs::canonicalize(first)
+                .is_ok_and(|first| fs::canonicalize(second).is_ok_and(|second| first == second))
     };
     if same(&homes) {
         homes.truncate(1);
@@ -167,7 +169,8 @@ fn home_in_password_file() -> Option<PathBuf> {
             0 => {
                 // SAFETY: the entry was found, and its strings lie in `buffer` and end in zero.
                 let home = unsafe { CStr::from_ptr(entry.pw_dir) };
-                return Some(PathBuf::from(OsStr::from_bytes(home.to_bytes()))).filter(|home| home.is_absolute());
+                return Some(PathBuf::from(OsStr::from_bytes(home.to_bytes())))
+                    .filter(|home| home.is_absolute());
             }
             libc::EINTR => {}
             libc::ERANGE if buffer.len() < MAX_ENTRY => buffer.resize(buffer.len() * 4, 0),
@@ -216,7 +219,11 @@ mod tests {
     fn lines_are_read_as_nccl_reads_them() {
         let text = "# NCCL_A=1\n #NCCL_B=1\nNCCL_C=one two\r\nNCCL_D\n=1\nNCCL_E=a=b\n NCCL_F=1\nNCCL_G =1\nNCCL_C=3\nNCCL_H=";
         let folder = folder();
-        let files = ConfFiles::read(Some(write(&folder, "conf", text).into()), Vec::new(), &folder.path().join("none"));
+        let files = ConfFiles::read(
+            Some(write(&folder, "conf", text).into()),
+            Vec::new(),
+            &folder.path().join("none"),
+        );
         let value = |name| files.value(name).map(|(value, _)| value);
         assert_eq!(value("NCCL_C"), Some("one two"));
         assert_eq!(value("NCCL_E"), Some("a=b"));
@@ -241,16 +248,26 @@ mod tests {
         let fifo = folder.path().join("fifo");
         assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
         assert!(complaint(&fifo).contains("no regular file"));
-        let long = write(&folder, "long", &format!("NCCL_A=1\n#{}\n", "x".repeat(MAX_BYTES as usize)));
+        let long = write(
+            &folder,
+            "long",
+            &format!("NCCL_A=1\n#{}\n", "x".repeat(MAX_BYTES as usize)),
+        );
         assert!(complaint(&long).contains("1048576 bytes"), "{}", complaint(&long));
         // Files that nobody named need not be there.
-        assert_eq!(ConfFiles::read(None, vec![none.clone()], &none).complaints(), [""; 0]);
+        assert_eq!(
+            ConfFiles::read(None, vec![none.clone()], &none).complaints(),
+            [""; 0]
+        );
     }
 
     #[test]
     fn this_user_is_at_home_somewhere() {
         let uid = String::from_utf8(Command::new("id").arg("-u").output().unwrap().stdout).unwrap();
-        let entry = Command::new("getent").args(["passwd", uid.trim()]).output().unwrap();
+        let entry = Command::new("getent")
+            .args(["passwd", uid.trim()])
+            .output()
+            .unwrap();
         let entry = String::from_utf8(entry.stdout).unwrap();
         let home = entry.trim().split(':').nth(5).map(PathBuf::from);
         assert_eq!(home_in_password_file(), home);

@@ -74,7 +74,10 @@ fn a_rank_has_so_many_connections_and_no_more() {
             let Frame::Refused { text } = frame else {
                 panic!("{frame:?}");
             };
-            assert!(text.contains("rank 1 has 8 connections to rank 0 already"), "{text}");
+            assert!(
+                text.contains("rank 1 has 8 connections to rank 0 already"),
+                "{text}"
+            );
         }
     });
 }

@@ -296,7 +296,13 @@ fn what_the_root_says_becomes_an_error() {
         matches!(told(&Answer::Refused("so".into()).encode()), Error::Protocol(text) if text.contains("so"))
     );
     assert!(matches!(
-        told(&Answer::Table { secret: 1, addresses: vec![id.address] }.encode()),
+        told(
+            &Answer::Table {
+                secret: 1,
+                addresses: vec![id.address]
+            }
+            .encode()
+        ),
         Error::Protocol(_)
     ));
     assert!(matches!(told(&[0xff; 64]), Error::Protocol(text) if text.contains("rubbish")));
@@ -381,7 +387,10 @@ fn a_link_local_address_keeps_its_scope() {
         let public = |id: UniqueId| UniqueId::public_part(&id.to_bytes());
         assert_eq!(public(id), public(other));
     }
-    assert_eq!(fixed_id("[fe80::7%lo]:4711").unwrap(), fixed_id("[fe80::7%1]:4711").unwrap());
+    assert_eq!(
+        fixed_id("[fe80::7%lo]:4711").unwrap(),
+        fixed_id("[fe80::7%1]:4711").unwrap()
+    );
     for (text, why) in [
         ("[fe80::7]:4711", "fe80::7 is link-local, and names no interface"),
         ("[fe80::7%none]:4711", "there is no interface none"),

@@ -7,6 +7,7 @@
 
 mod library;
 mod namespaces;
+mod outputs;
 mod pages;
 mod process;
 
@@ -42,6 +43,8 @@ const CASES: &[(&str, Case)] = &[
     ("pages-shrink", pages::shrink),
     ("pages-text", pages::text),
     ("pages-lease", pages::lease),
+    ("described", outputs::described),
+    ("names", outputs::names),
 ];
 
 fn main() -> Result<()> {

@@ -93,10 +93,15 @@ impl Own {
 
     /// Adds a communicator of two ranks with this name.
     pub(crate) fn communicator(&self, name: &str) {
+        self.change_communicator(|communicator| put_text(&mut communicator.name, name));
+    }
+
+    /// Adds a communicator of two ranks as `change` makes it.
+    pub(crate) fn change_communicator(&self, change: impl FnOnce(&mut Communicator)) {
         // SAFETY: plain integers; zero is a value of each.
         let mut communicator: Communicator = unsafe { std::mem::zeroed() };
         (communicator.id, communicator.ranks, communicator.init_start_ns) = (7, 2, 1);
-        put_text(&mut communicator.name, name);
+        change(&mut communicator);
         let claimed = self
             .view()
             .communicators()
