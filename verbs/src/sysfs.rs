@@ -1,5 +1,4 @@
-//! RDMA ports as the kernel describes them: everything that is chosen is chosen from this, so that a recorded tree does as well
-//! as `/sys`.
+//! RDMA ports as the kernel lists them in `/sys`. Every choice of a port is made from this, so a recorded tree serves as well as `/sys`.
 
 use std::{fs, io, net::IpAddr, path::Path};
 
@@ -8,28 +7,28 @@ use std::{fs, io, net::IpAddr, path::Path};
 pub struct Port {
     /// Name of the device.
     pub device: String,
-    /// Its number, from 1.
+    /// Number of the port, from 1.
     pub number: u8,
-    /// Where the device is; `None` for one that is no hardware.
+    /// Where the device is; `None` for a software device.
     pub place: Option<Place>,
-    /// It is up.
+    /// The port is up.
     pub active: bool,
-    /// It is RoCE.
+    /// The link layer is Ethernet: RoCE.
     pub ethernet: bool,
-    /// Gbit/s.
+    /// Rate, Gbit/s.
     pub gbits: u32,
-    /// Its table of GIDs, by index, without those that are empty.
+    /// The port's GIDs, by index, without empty entries.
     pub gids: Vec<Gid>,
 }
 
 /// Where a PCI device is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// The way to it: host bridge, bridges, the device; as in `/sys/devices`, from the first host bridge on.
+    /// Its path in `/sys/devices`, from the first host bridge on: host bridge, bridges, device.
     pub path: Vec<String>,
     /// NUMA node, if the machine has several.
     pub numa: Option<u32>,
-    /// Of a virtual function: the address of the physical one. A virtual machine to which it was passed does not know.
+    /// For a virtual function, the address of its physical function. `None` in a virtual machine to which the function was passed.
     pub virtual_of: Option<String>,
 }
 
@@ -40,18 +39,18 @@ impl Place {
         self.path.last().map_or("", String::as_str)
     }
 
-    /// Address of the physical function that has the ports: another one's of a virtual function, the parent's of a subfunction
-    /// (`0000:01:00.0/mlx5_core.sf.4`).
+    /// Address of the physical function that has the ports. A virtual function's is another device's; a subfunction's
+    /// (`0000:01:00.0/mlx5_core.sf.4`) is its parent's.
     #[must_use]
     pub fn physical(&self) -> &str {
         let own = self.path.iter().rev().find(|part| is_pci_address(part));
         self.virtual_of.as_ref().or(own).map_or("", String::as_str)
     }
 
-    /// Where a PCI device (`/sys/bus/pci/devices/0000:01:00.0`, or a link to its folder) is, in the tree at `sys`.
+    /// The place of a PCI device in the tree at `sys`. `link` is its folder, or a link to it (`/sys/bus/pci/devices/0000:01:00.0`).
     ///
     /// # Errors
-    /// When it is not there.
+    /// There is no such device.
     pub fn of(sys: &Path, link: &Path) -> io::Result<Self> {
         let folder = fs::canonicalize(link)?;
         let devices = fs::canonicalize(sys)?.join("devices");
@@ -65,7 +64,7 @@ impl Place {
             })?
             .iter()
             .map(|part| part.to_string_lossy().into_owned())
-            // Above the host bridge are buses that say nothing of PCI: virtual machines have all of theirs below one.
+            // Buses above the host bridge are not PCI: virtual machines have all devices below one such bus.
             .skip_while(|part| !part.starts_with("pci"))
             .collect();
         let numa = text(&folder.join("numa_node")).and_then(|node| node.parse().ok());
@@ -95,37 +94,37 @@ fn is_pci_address(text: &str) -> bool {
         && is_hex(function, 1, 1)
 }
 
-/// What an entry of a table of GIDs is for.
+/// One entry of a port's GID table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gid {
     /// Its index.
     pub index: u8,
     /// Its bytes.
     pub bytes: [u8; 16],
-    /// 1 or 2 of RoCE; `None`: InfiniBand, or unknown.
+    /// RoCE version, 1 or 2; `None` for InfiniBand, or if it is unknown.
     pub roce: Option<u8>,
 }
 
 impl Gid {
-    /// It is the GID of an IPv4 address: `::ffff:a.b.c.d`.
+    /// Whether it is the GID of an IPv4 address: `::ffff:a.b.c.d`.
     #[must_use]
     pub fn is_ipv4(&self) -> bool {
         self.bytes[..10] == [0; 10] && self.bytes[10..12] == [0xff, 0xff]
     }
 
-    /// It is of the local link alone.
+    /// Whether it is a link-local address.
     #[must_use]
     pub fn is_link_local(&self) -> bool {
         self.bytes[0] == 0xfe && self.bytes[1] & 0xc0 == 0x80
     }
 }
 
-/// Addresses that begin alike: `NCCL_IB_ADDR_RANGE`.
+/// A range of addresses with a common prefix: `NCCL_IB_ADDR_RANGE`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Range {
-    /// Of a GID.
+    /// An address of the range, as a GID.
     first: [u8; 16],
-    /// So many bits of it.
+    /// Length of the prefix, bits.
     bits: u8,
 }
 
@@ -145,7 +144,7 @@ impl Range {
         })
     }
 
-    /// Whether a GID's address is one of them.
+    /// Whether a GID's address is in the range.
     #[must_use]
     pub fn has(&self, gid: &Gid) -> bool {
         let differ = u128::from_be_bytes(self.first) ^ u128::from_be_bytes(gid.bytes);
@@ -153,7 +152,7 @@ impl Range {
     }
 }
 
-/// Every port of every RDMA device of the tree at `sys` (`/sys`), by name and number. None where there is no RDMA.
+/// The ports of all RDMA devices in the tree at `sys` (`/sys`), by device name and port number. Empty without RDMA.
 #[must_use]
 pub fn ports(sys: &Path) -> Vec<Port> {
     let class = sys.join("class/infiniband");
@@ -180,7 +179,7 @@ pub fn ports(sys: &Path) -> Vec<Port> {
     found
 }
 
-/// One port as it is now.
+/// One port as it is now; `None` if it does not exist.
 #[must_use]
 pub fn port(sys: &Path, device: &str, number: u8) -> Option<Port> {
     let folder = sys.join("class/infiniband").join(device);
@@ -207,7 +206,7 @@ fn read(device: &str, number: u8, place: Option<Place>, folder: &Path) -> Port {
         .map_or(0, |number| number as u32);
     let ethernet = field("link_layer") == "Ethernet";
     let gids = folder.join("gids");
-    // A file each, and a table may have a thousand places: what is used lies at the front, with holes where something was removed.
+    // Each entry is a file, and a table may have a thousand. Used entries are at the front, with holes where addresses were removed.
     let mut table = Vec::new();
     let mut empty = 0;
     for index in 0..=u8::MAX {
@@ -241,7 +240,7 @@ fn read(device: &str, number: u8, place: Option<Place>, folder: &Path) -> Port {
     }
 }
 
-/// So many empty places in a row are the end of a table of GIDs.
+/// Empty entries in a row after which the rest of a GID table counts as empty.
 const MOST_EMPTY: usize = 32;
 
 /// `fe80:0000:…`, eight groups of four digits.
@@ -266,8 +265,10 @@ fn names(folder: &Path) -> Vec<String> {
         .collect()
 }
 
-/// Which GID of a port to use, as NCCL chooses: the one that `index` names, else the first of InfiniBand; of RoCE one of the wanted
-/// version and address family, then one of the version, then any, and in each case what is of more than the local link first.
+/// The GID of a port to use, by NCCL's rules.
+///
+/// If `index` is set, the GID with that index. For InfiniBand, the first one. For RoCE, the best by these criteria, most important first: in `range`, the
+/// wanted RoCE version, the wanted address family, not link-local, the lowest index.
 #[must_use]
 pub fn choose_gid(
     port: &Port,

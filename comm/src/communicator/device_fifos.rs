@@ -1,4 +1,4 @@
-//! FIFOs in the memory of GPUs: making the memory of [`crate::transport::arena`].
+//! FIFOs in GPU memory: allocating and importing the segments of [`crate::transport::arena`].
 
 use std::{
     collections::HashMap,
@@ -19,23 +19,23 @@ use crate::{
     transport::arena::{Arena, Layout},
 };
 
-/// Blocks that one GPU certainly runs side by side. A kernel waits for kernels of other ranks: those of one GPU must fit.
+/// Blocks that every GPU runs side by side. Kernels wait for kernels of other ranks, so those of one GPU must fit at once.
 const BLOCKS_OF_GPU: u32 = 96;
 
-/// FIFOs of a communicator in the memory of GPUs.
+/// A communicator's FIFOs in GPU memory.
 pub(super) struct DeviceFifos {
     pub(super) arena: Arc<Arena>,
-    /// All ranks reach all: everything is here.
+    /// All ranks reach all segments, so every FIFO is in GPU memory.
     pub(super) is_whole: bool,
-    /// This rank's piece, and the bytes of its producer's halves.
+    /// Address of this rank's segment, and the bytes of its producer halves.
     own: (u64, usize),
     /// Ranks of other processes write to it.
     foreign: bool,
-    /// Nobody writes there any more.
+    /// Set when no other rank writes to the segment any more.
     ended_well: Arc<AtomicBool>,
 }
 
-/// Channels over GPUs' memory for ranks that ask for `wanted`: fewer where several ranks of one process use one GPU.
+/// Channels whose FIFOs are in GPU memory, of `wanted` ones: fewer if several ranks of one process use one GPU.
 fn channels_of(topology: &Topology, wanted: u32) -> u32 {
     let mut sharing: HashMap<ProcessDevice, u32> = HashMap::new();
     for rank in 0..topology.ranks() {
@@ -46,7 +46,7 @@ fn channels_of(topology: &Topology, wanted: u32) -> u32 {
     wanted.min((BLOCKS_OF_GPU / 2 / most).max(1))
 }
 
-/// Makes this rank's piece and reaches those of its node; `None` if nobody has one. All ranks call it, with the same
+/// Allocates this rank's segment and imports those of its node; `None` if no other rank is reached. All ranks call it, with the same
 /// arguments.
 ///
 /// # Errors
@@ -76,7 +76,7 @@ pub(super) fn connect(
             bases[*other as usize] = reach(device, *other, &handles[*other as usize], &mut memory);
         }
     }
-    // Who does not reach a rank is not written to by it either.
+    // A connection needs both directions.
     let mine: Vec<u8> = bases.iter().map(|base| base.is_some().into()).collect();
     let all = bootstrap.all_gather(&mine)?;
     let reaches = |from: u32, to: u32| all[from as usize].get(to as usize) == Some(&1);
@@ -115,7 +115,7 @@ pub(super) fn connect(
     }))
 }
 
-/// This rank's piece; or why there is none.
+/// This rank's segment. Logs why there is none.
 fn make(device: &dyn Device, layout: Option<Layout>) -> std::result::Result<crate::device::SharedMemory, ()> {
     let why = match layout {
         _ if p2p_disabled() => "NCCL_P2P_DISABLE is set".to_owned(),
@@ -157,16 +157,16 @@ fn reach(device: &dyn Device, rank: u32, handle: &[u8], memory: &mut Memory) -> 
 }
 
 impl DeviceFifos {
-    /// No communicator comes of it, on no rank: nobody writes here.
+    /// The communicator fails on all ranks, so nobody writes to the segment.
     pub(super) fn leave_unused(&self) {
         // Relaxed: see `settle`.
         self.ended_well.store(true, Ordering::Relaxed);
     }
 
-    /// All of this rank's operations have come to their end. Waits until the others have taken what it has sent: after that they
-    /// write nothing here any more, and the memory may be freed.
+    /// Called when all of this rank's operations have ended. Waits until the others have taken what it has sent. After that they write nothing
+    /// to the segment any more, and it may be freed.
     pub(super) fn settle(&self, failed: impl Fn() -> bool) {
-        // Ranks of this process keep the memory themselves.
+        // Ranks of this process keep the segment themselves.
         let (base, bytes) = self.own;
         let is_taken = |bytes: &[u8]| bytes.chunks_exact(PRODUCER_BYTES).all(is_drained);
         let settled = !self.foreign || peer_memory::settle((base, bytes), is_taken, failed);

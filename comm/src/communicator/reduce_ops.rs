@@ -18,21 +18,21 @@ use ringsight_records::{DataType, ReduceOp};
 
 /// `ncclNumOps`: smaller numbers are the built-in reductions.
 const BUILT_IN: u32 = 5;
-/// `ncclMaxRedOp`, which no reduction has.
+/// `ncclMaxRedOp`: larger than the number of any reduction.
 const END: u32 = i32::MAX as u32;
 
 /// The reductions of one communicator, by their `ncclRedOp_t`.
 ///
-/// Numbers are given out in a row to all communicators of the process and come again only after all of them: one that
-/// was destroyed, or that another communicator made, is an error and not somebody else's reduction.
+/// All communicators of the process take numbers from one counter, so a number is reused only after all others. The number of a destroyed
+/// reduction, or of another communicator's, is therefore an error and never another reduction.
 #[derive(Debug, Default)]
 pub(crate) struct ReduceOps(Mutex<HashMap<u32, (DataType, Scalar)>>);
 
 impl ReduceOps {
-    /// Makes a PreMulSum; returns its number.
+    /// Makes a PreMulSum. Returns its number.
     ///
     /// # Errors
-    /// When the communicator has every number.
+    /// All numbers are in use.
     pub(crate) fn create(&self, data_type: DataType, scalar: Scalar) -> Result<c_int> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let mut made = lock(&self.0);
@@ -43,8 +43,8 @@ impl ReduceOps {
             ));
         }
         loop {
-            // Relaxed: the counter says nothing of other memory. 2^32 is no multiple of the span: when the counter
-            // wraps, some numbers come a second time early, and are passed over if they are taken.
+            // Relaxed: the counter orders no other memory. 2^32 is no multiple of the span, so some numbers come again early when the counter
+            // wraps. They are skipped if they are taken.
             let number = BUILT_IN + NEXT.fetch_add(1, Ordering::Relaxed) % span;
             if let std::collections::hash_map::Entry::Vacant(free) = made.entry(number) {
                 free.insert((data_type, scalar));
@@ -53,10 +53,10 @@ impl ReduceOps {
         }
     }
 
-    /// Destroys one; operations that were called with it are not affected.
+    /// Destroys a reduction. Operations that were called with it are not affected.
     ///
     /// # Errors
-    /// A built-in reduction, or one that this communicator does not have.
+    /// It is built in, or this communicator does not have it.
     pub(crate) fn destroy(&self, number: c_int) -> Result<()> {
         if built_in(number).is_some() {
             return Err(Error::argument(format!(
@@ -70,10 +70,10 @@ impl ReduceOps {
             .ok_or_else(|| unknown(number))
     }
 
-    /// What an operation on `data_type` is to do for `number`.
+    /// The reduction and factor of an operation on `data_type` with reduction `number`.
     ///
     /// # Errors
-    /// A number that is no reduction of this communicator, or one for another type.
+    /// This communicator does not have it, or it is for another type.
     pub(crate) fn resolve(&self, number: c_int, data_type: DataType) -> Result<(ReduceOp, Scalar)> {
         if let Some(op) = built_in(number) {
             return Ok((op, Scalar::None));

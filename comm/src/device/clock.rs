@@ -1,24 +1,24 @@
-//! How a device's timer stands to `CLOCK_MONOTONIC`, found by reading one between two readings of the other.
+//! The relation of a device's timer to `CLOCK_MONOTONIC`. A sample is a reading of the timer between two readings of the host's clock.
 //!
-//! What is known of a sample is certain: the timer came to its reading between the two readings of the host's clock. If both
-//! clocks go on evenly, the host's is a line over the timer that passes through the brackets of all samples. [`Fit`] keeps the
-//! range of such lines, and gives the middle of it with half its width as the bound. No sample is taken for better than it is,
-//! so a slow one (a thread that was interrupted, a busy bus) does no harm: its wide bracket says little.
+//! A sample is a certain bound: the timer reached its reading between the host's two readings, its *bracket*. If both clocks run evenly, the
+//! host's time is a line over the timer that passes through the brackets of all samples. [`Fit`] keeps the range of such lines. It returns the
+//! middle line, with half the width of the range as its uncertainty. A slow sample (an interrupted thread, a busy bus) does no harm, since its
+//! bracket is wide.
 //!
-//! Clocks do not go on evenly for ever. What may have happened since a sample widens its bracket with its age ([`WANDER`]); and
-//! where no line passes through all brackets (a clock was set, its rate was changed) the oldest samples go until one does.
+//! Clocks do not run evenly for ever. So a bracket widens with the age of its sample ([`WANDER`]). If no line passes through all brackets (a clock was
+//! set, its rate was changed), the oldest samples are dropped until one does.
 
 use std::collections::VecDeque;
 
 use ringsight_records::DeviceClock;
 
-/// How far the rates of two clocks can be apart: crystals are off by 50 ppm, and NTP slews `CLOCK_MONOTONIC` by up to 500.
+/// Largest difference of the two clocks' rates: crystals are off by 50 ppm, and NTP slews `CLOCK_MONOTONIC` by up to 500 ppm.
 const MOST_DRIFT: f64 = 600e-6;
-/// By how much the difference of the rates may change without being noticed: what crystals do as they get warm.
+/// Largest unnoticed change of that difference, as crystals get warm.
 const WANDER: f64 = 0.1e-6;
-/// What took longer than this says nothing, nanoseconds.
+/// Widest bracket that is of use, nanoseconds.
 const MOST_WIDTH: u64 = 10_000_000_000;
-/// Samples kept. One a second is taken, and older ones would say little.
+/// Samples that are kept. One is taken per second, and older brackets are too wide to be of use.
 const SAMPLES: usize = 32;
 
 /// One reading of the device's timer between two of the host's clock; nanoseconds.
@@ -30,7 +30,7 @@ pub(crate) struct ClockSample {
 }
 
 impl ClockSample {
-    /// How much it leaves open.
+    /// Width of its bracket.
     pub(crate) fn width_ns(&self) -> u64 {
         self.after_ns.saturating_sub(self.before_ns)
     }
@@ -39,7 +39,7 @@ impl ClockSample {
 /// The lines that pass through the brackets of all samples.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Fit {
-    /// By the timer's reading.
+    /// In order of the timer's readings.
     samples: VecDeque<ClockSample>,
     /// The timer's step.
     resolution_ns: u64,
@@ -47,7 +47,7 @@ pub(crate) struct Fit {
     clock: Option<DeviceClock>,
 }
 
-/// Of the host's time minus the timer, relative to some number: at the newest sample, and how it grows.
+/// Lines of the host's time minus the timer, relative to a constant: their range at the newest sample, and of their slopes.
 #[derive(Clone, Copy)]
 struct Lines {
     offset: (f64, f64),
@@ -55,20 +55,20 @@ struct Lines {
 }
 
 impl Fit {
-    /// What is known now; `None` before the first sample.
+    /// The clock as known now; `None` before the first sample.
     pub(crate) fn clock(&self) -> Option<&DeviceClock> {
         self.clock.as_ref()
     }
 
-    /// Takes in a sample, newer than all before, of a timer that goes on in steps of `resolution_ns`. One that says nothing (it
-    /// took for ever, or ended before it began) is ignored.
+    /// Adds a sample, newer than all before, of a timer that advances in steps of `resolution_ns`. Ignores a sample that took too long or ended
+    /// before it began.
     pub(crate) fn add(&mut self, sample: ClockSample, resolution_ns: u64) {
         if sample.after_ns < sample.before_ns || sample.width_ns() > MOST_WIDTH || resolution_ns > MOST_WIDTH
         {
             return;
         }
         self.resolution_ns = self.resolution_ns.max(resolution_ns);
-        // A timer or a clock that went back has been set.
+        // If the timer or the clock went back, it was set.
         let earlier =
             |last: &ClockSample| last.timer_ns >= sample.timer_ns || last.after_ns > sample.after_ns;
         if self.samples.back().is_some_and(earlier) {
@@ -83,7 +83,7 @@ impl Fit {
         let lines = loop {
             match self.lines() {
                 Some(lines) => break lines,
-                // The newest alone has lines.
+                // The newest sample alone always has lines.
                 None if self.samples.len() == 1 => return,
                 None => {
                     broken = true;
@@ -95,8 +95,8 @@ impl Fit {
         self.clock = Some(self.middle(sample, lines));
     }
 
-    /// The bracket of the host's time minus the timer at a sample, relative to that of the newest one's beginning, as far as it
-    /// says something about now; with how long ago it was.
+    /// The bracket of the host's time minus the timer at a sample, relative to the beginning of the newest sample and widened by its age; and
+    /// that age.
     fn bracket(&self, sample: &ClockSample, newest: &ClockSample) -> (f64, f64, f64) {
         let age = (newest.timer_ns - sample.timer_ns) as f64;
         let relative = |host_ns: u64| {
@@ -105,12 +105,12 @@ impl Fit {
             host.wrapping_sub(timer) as f64
         };
         let wander = age * WANDER;
-        // The timer may have come to its reading a step ago.
+        // The timer may have reached its reading up to one step earlier.
         let low = relative(sample.before_ns) - self.resolution_ns as f64 - wander;
         (low, relative(sample.after_ns) + wander, age)
     }
 
-    /// `None` if no line passes through all brackets. One sample alone has some.
+    /// `None` if no line passes through all brackets. One sample alone always has lines.
     fn lines(&self) -> Option<Lines> {
         let newest = self.samples.back()?;
         let brackets: Vec<_> = self
@@ -134,10 +134,10 @@ impl Fit {
         (slope.0 <= slope.1 && offset.0 <= offset.1).then_some(Lines { offset, slope })
     }
 
-    /// The middle of the lines, which ends at `newest`.
+    /// The middle line, at `newest`.
     fn middle(&self, newest: ClockSample, Lines { offset, slope }: Lines) -> DeviceClock {
         let middle = |(low, high): (f64, f64)| f64::midpoint(low, high);
-        // Up, as is what the halves of nanoseconds below lose.
+        // Rounded up, plus what rounding to nanoseconds loses below.
         let half = |(low, high): (f64, f64)| ((high - low) / 2.0).ceil() as u64 + 1;
         let ppt = |(low, high): (f64, f64)| (low * 1e12, high * 1e12);
         DeviceClock {

@@ -1,5 +1,5 @@
-//! What is to be done later, handed over by threads that may neither wait, nor call the driver, nor free memory: the driver
-//! calls back when a graph is gone.
+//! A lock-free list of work for another thread. The thread that adds may neither wait, nor call the driver, nor free memory: the driver calls it
+//! back when a graph is gone.
 
 #[cfg(loom)]
 use loom::sync::atomic::{AtomicPtr, Ordering};
@@ -9,24 +9,24 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 use std::{boxed::Box, ptr::null_mut, vec::Vec};
 
-/// A list that any thread adds to without a lock, and one at a time takes all of. What nobody takes is never dropped.
+/// A list. Any thread adds to it without a lock; one thread at a time takes everything. Entries that nobody takes are never dropped.
 pub(crate) struct Deferred<T> {
     head: AtomicPtr<Node<T>>,
 }
 
-/// An entry, allocated before it is handed over.
+/// An entry. It is allocated before it is added.
 pub(crate) struct Node<T> {
     what: T,
     next: *mut Node<T>,
 }
 
-/// The orders of the two places where order counts. Others than [`Orders::RIGHT`] are for the model, which must catch them.
+/// The memory orderings of the two exchanges. The model must catch every ordering but [`Orders::RIGHT`].
 #[derive(Clone, Copy, Debug)]
 struct Orders {
-    /// Exchange that adds an entry: whoever takes the list sees what it holds, and all that the thread did before. Those that
-    /// come later are read-modify-writes, and so go on with this release.
+    /// Of the exchange that adds an entry. A thread that takes the list sees the entry, and everything that the adding thread did before. Later
+    /// additions are read-modify-writes, so they continue this release sequence.
     add: Ordering,
-    /// Exchange that takes the list, for those of all entries.
+    /// Of the exchange that takes the list. It pairs with the additions of all entries.
     take: Ordering,
 }
 
@@ -46,7 +46,7 @@ impl<T> Node<T> {
     }
 }
 
-// SAFETY: the link is followed by whoever has the list alone.
+// SAFETY: only a thread that has the whole list follows the link.
 unsafe impl<T: Send> Send for Node<T> {}
 
 impl<T> Default for Deferred<T> {
@@ -59,7 +59,7 @@ impl<T> Default for Deferred<T> {
 
 #[cfg(not(loom))]
 impl<T> Deferred<T> {
-    /// As [`Self::default`], for statics.
+    /// An empty list, for statics.
     pub(crate) const fn new() -> Self {
         Self {
             head: AtomicPtr::new(null_mut()),
@@ -68,17 +68,17 @@ impl<T> Deferred<T> {
 }
 
 impl<T: Send> Deferred<T> {
-    /// Adds an entry: two or three instructions, and as many more for each thread that does so at the same time.
+    /// Adds an entry: a few instructions, and as many again for each thread that adds at the same time.
     pub(crate) fn add(&self, node: Box<Node<T>>) {
         self.add_with(Orders::RIGHT, node);
     }
 
     fn add_with(&self, orders: Orders, node: Box<Node<T>>) {
         let node = Box::into_raw(node);
-        // Relaxed: the exchange below finds out whether it is still so.
+        // Relaxed: the exchange below checks that it is still the head.
         let mut head = self.head.load(Ordering::Relaxed);
         loop {
-            // SAFETY: this thread's alone until it is in the list.
+            // SAFETY: only this thread has the node until it is in the list.
             unsafe { (*node).next = head };
             match self
                 .head
@@ -90,17 +90,17 @@ impl<T: Send> Deferred<T> {
         }
     }
 
-    /// Takes everything, the latest first.
+    /// Takes all entries, the latest first.
     pub(crate) fn take(&self) -> Vec<T> {
         self.take_with(Orders::RIGHT)
     }
 
     fn take_with(&self, orders: Orders) -> Vec<T> {
-        // As a whole: no entry is ever taken out of the middle, so that none can be taken for one that was there before.
+        // All at once: no entry is ever removed from the middle, so the ABA problem cannot occur.
         let mut at = self.head.swap(null_mut(), orders.take);
         let mut all = Vec::new();
         while !at.is_null() {
-            // SAFETY: a box of `add`; whoever took the list has it alone.
+            // SAFETY: a box of `add`; this thread alone has the list that it took.
             let node = *unsafe { Box::from_raw(at) };
             at = node.next;
             all.push(node.what);

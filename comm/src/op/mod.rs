@@ -54,7 +54,7 @@ pub struct Task {
 }
 
 impl Task {
-    /// [`Request::example`] in one shot through lines of 8 bytes.
+    /// [`Request::example`] in one shot through LL lines.
     #[cfg(test)]
     pub(crate) fn example() -> Self {
         let request = Request::example();

@@ -7,15 +7,15 @@ use ringsight_records::{Algorithm, Protocol};
 pub enum DataPath {
     /// Through FIFOs between pairs of ranks: a kernel copies data into slots and out of them, and proxies move slots between nodes.
     Fifo,
-    /// Through peer memory of the library's own, in lines of 8 bytes of which half are flags.
+    /// Through the library's peer memory, in lines of 16 bytes: 8 bytes of data, with the operation's epoch beside each half.
     Ll,
-    /// Through peer memory of the library's own, in lines of 128 bytes of which 8 are flags.
+    /// Through the library's peer memory, in lines of 128 bytes of which 8 are flags.
     Ll128,
-    /// Zero-copy: kernels load from and store to the callers' buffers. An operation falls back to [`DataPath::Ll128`] when some rank
-    /// cannot reach another one's buffer: its kernels find that out.
+    /// Zero-copy: kernels load from and store to the callers' buffers. An operation falls back to [`DataPath::Ll128`] if its kernels
+    /// find that some rank cannot reach another rank's buffer.
     ZeroCopy,
-    /// Contributions are stored into peer memory of the rank that reduces them, results straight into the callers' buffers. It falls
-    /// back as [`DataPath::ZeroCopy`] does.
+    /// Each rank stores its contributions into the peer memory of the rank that reduces them, and results into the callers' buffers. An
+    /// operation falls back as with [`DataPath::ZeroCopy`].
     Push,
     /// Copy engines move the data, within a symmetric window, between an entry and an exit kernel.
     CopyEngine,

@@ -1,12 +1,12 @@
-//! FIFOs in the memory of GPUs, for ranks of one node whose GPUs reach each other's memory.
+//! FIFOs in GPU memory, for ranks of one node whose GPUs have peer access to each other.
 //!
-//! Each rank has one piece, made when its communicator is: memory that is allocated later might be had only once the kernels that
-//! run then have ended, and these may wait for the very connection that it is for. Where each FIFO is follows from who asks:
-//! so no rank has to ask another, whatever runs.
+//! Each rank has one segment, which it allocates with its communicator. A later allocation might wait for running kernels, and these may wait
+//! for the very connection that needs the memory. Each rank computes the address of every FIFO from the two ranks and the channel, so no rank
+//! has to ask another one.
 //!
-//! A piece begins with the producer's halves of the FIFOs that the rank sends over, and goes on with the consumer's halves of those
-//! that it receives over ([`ringsight_kernels::fifo::Halves`]). There is one of each for every channel's ring, then
-//! for every peer of the node as many as a message has parts.
+//! A segment holds first the producer halves of the FIFOs that the rank sends over, then the consumer halves of those that it receives over
+//! ([`ringsight_kernels::fifo::Halves`]). Each direction has one FIFO per channel for the rings, then one per peer of the node and part of a
+//! message.
 
 use std::sync::Arc;
 
@@ -15,26 +15,26 @@ use ringsight_kernels::{
     fifo::{Halves, PRODUCER_BYTES},
 };
 
-/// The most memory that a rank has for messages. What a message has more parts than there is room for goes together.
+/// The most memory of a rank for messages. A message with more parts than fit shares FIFOs between parts.
 const MESSAGE_BYTES: usize = 96 << 20;
-/// The most memory of a rank. Buffers that are made longer than this allows stay in host memory.
+/// The largest segment. If `NCCL_BUFFSIZE` needs a larger one, FIFOs stay in host memory.
 const MOST_BYTES: usize = 2 << 30;
-/// Alignment of everything.
+/// Alignment of every FIFO.
 const PAGE: usize = 4096;
 
-/// What is where in a piece.
+/// The layout of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     channels: usize,
     /// Other ranks of the node.
     peers: usize,
-    /// FIFOs from each of them for messages.
+    /// FIFOs per peer for messages: one for each part of a message.
     parts: usize,
     slot_bytes: usize,
 }
 
 impl Layout {
-    /// The layout for `ranks` ranks of a node; `None` if that would take too much memory.
+    /// The layout for `ranks` ranks of a node; `None` if there is one rank, or the segment would be too large.
     #[must_use]
     pub fn new(channels: usize, ranks: usize, slot_bytes: usize) -> Option<Self> {
         let peers = ranks.checked_sub(1).filter(|peers| *peers > 0)?;
@@ -48,7 +48,7 @@ impl Layout {
         (layout.bytes() <= MOST_BYTES).then_some(layout)
     }
 
-    /// Bytes of a piece.
+    /// Bytes of a segment.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.consumer(self.fifos())
@@ -66,17 +66,17 @@ impl Layout {
         self.parts
     }
 
-    /// Where the producer's half of a FIFO is.
+    /// Offset of a FIFO's producer half.
     fn producer(index: usize) -> usize {
         index * PRODUCER_BYTES
     }
 
-    /// Where the consumer's half is.
+    /// Offset of a FIFO's consumer half.
     fn consumer(&self, index: usize) -> usize {
         (self.fifos() * PRODUCER_BYTES).next_multiple_of(PAGE) + index * fifo_bytes(self.slot_bytes)
     }
 
-    /// Which FIFO is that with a peer (counted among the others of the node), in a ring or for messages.
+    /// Index of the FIFO with a peer, which is counted among the other ranks of the node. `None` if this use of it has no FIFO here.
     fn index(&self, peer: usize, of: Use) -> Option<usize> {
         match of {
             Use::Ring(channel) => (channel < self.channels).then_some(channel),
@@ -98,18 +98,18 @@ enum Use {
     Message(usize),
 }
 
-/// The pieces of a node's ranks, as one of them reaches them.
+/// The segments of a node's ranks, as one rank reaches them.
 pub struct Arena {
     layout: Layout,
-    /// Of the communicator.
+    /// Ranks of the communicator.
     ranks: u32,
-    /// This one.
+    /// This rank.
     rank: u32,
     /// Ranks of the node, in order.
     members: Vec<u32>,
-    /// Where the piece of each member is for this rank's kernels; `None` if one of the two does not reach the other's.
+    /// By member: the address of its segment for this rank's kernels; `None` unless both ranks reach each other's segment.
     bases: Vec<Option<u64>>,
-    /// Keeps the pieces.
+    /// Keeps the segments mapped.
     memory: Arc<dyn Send + Sync>,
 }
 
@@ -145,7 +145,7 @@ impl Arena {
         self.layout.parts()
     }
 
-    /// The FIFO between this rank and `peer` on a channel, seen from this rank; `None` if it is in host memory: both come to the
+    /// The FIFO between this rank and `peer` on a channel, with this rank's addresses. `None` if it is in host memory: both ranks come to the
     /// same answer.
     #[must_use]
     pub fn fifo(&self, peer: u32, channel: u8, p2p: bool, is_send: bool) -> Option<Arc<Fifo>> {
@@ -166,7 +166,7 @@ impl Arena {
         let place = |rank: u32| self.members.iter().position(|member| *member == rank);
         let (mine, theirs) = (place(self.rank)?, place(peer)?);
         let (own, other) = (self.bases[mine]?, self.bases[theirs]?);
-        // Each counts the others without itself.
+        // A rank does not count itself among its peers.
         let as_mine = self.layout.index(theirs - usize::from(theirs > mine), of)?;
         let as_theirs = self.layout.index(mine - usize::from(mine > theirs), of)?;
         let (consumer, producer) = if is_send {
@@ -198,7 +198,7 @@ mod tests {
 
     const BASE: u64 = 1 << 40;
 
-    /// Rank r's piece begins at `r * BASE` for everybody.
+    /// Rank r's segment begins at `r * BASE` for everybody.
     fn arena(layout: Layout, rank: u32, ranks: u32, members: &[u32]) -> Arena {
         let bases = members.iter().map(|rank| Some(u64::from(*rank) * BASE)).collect();
         Arena::new(layout, (rank, ranks), members.to_vec(), bases, Arc::new(()))
