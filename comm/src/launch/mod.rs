@@ -259,7 +259,7 @@ impl<'a> GroupLaunch<'a> {
             context.posting.post(&plan.proxy_ops, &observer);
         }
         // After the network work is posted, which the kernel has to have whatever comes of this.
-        let marked = transaction.commit(device, stream);
+        let committed = transaction.commit(device, stream);
         for info in &plan.ops {
             observe::set_times(info.op, [(Time::LaunchStart, start), (Time::LaunchEnd, end)]);
             info.emit(info.kind(), State::STOP, end);
@@ -267,7 +267,7 @@ impl<'a> GroupLaunch<'a> {
         }
         emit_launch(context, plan.number, (stream, graph), start, end);
         self.next += 1;
-        marked?;
+        committed?;
         Ok(self.next < self.plans.len())
     }
 

@@ -1,4 +1,4 @@
-//! The order of a communicator's operations, whatever streams they are given to and whether they are replayed.
+//! The order of a communicator's operations, in whatever streams they run and whether they are replayed or not.
 
 use std::collections::HashMap;
 
@@ -6,28 +6,26 @@ use ringsight_comm_base::error::Result;
 
 use crate::device::{Capture, Device, Event, LaunchEnd, Launcher, Stream};
 
-/// The events by which a communicator's operations follow each other.
+/// The events that order a communicator's operations.
 ///
-/// Its connections are used by one kernel at a time. So each operation waits for the one that was launched before it, and
-/// a graph waits as a whole: its first operation for what was launched before the replay, and what is launched after the
-/// replay for its last one.
+/// One kernel at a time uses the communicator's connections. So each operation waits for the operation launched before it. A graph waits as a
+/// whole: its first operation waits for what was launched before the replay, and what is launched after the replay waits for its last operation.
 #[derive(Debug, Default)]
 pub(crate) struct Order {
-    /// The end of what was launched last, eager or replayed, but where it is not marked.
+    /// Recorded at the end of the last launch, eager or replayed, unless `ends_by_launcher`.
     last: Option<Event>,
-    /// No event is behind what was launched last: the device [knows](LaunchEnd::ByLauncher) its end.
-    is_unmarked: bool,
-    /// What was unmarked has been followed in another stream. That takes longer than to mark it, so all others are marked.
-    marks_all: bool,
-    /// The stream of what was launched last, if that was an eager operation and no graph could come after it: what follows in
-    /// that stream comes after it anyhow.
+    /// No event was recorded behind the last launch: other streams wait for it by the launcher ([`LaunchEnd::ByLauncher`]).
+    ends_by_launcher: bool,
+    /// Another stream has waited by the launcher once. That takes longer than recording an event, so events are recorded from then on.
+    always_records: bool,
+    /// The stream of the last launch, if that was eager and no replay could follow it. Later work in that stream follows it anyway.
     stream: Option<u64>,
-    /// Within captures, by graph number: the end of the operation that was captured last.
+    /// Within captures, by graph number: the end of the last captured operation.
     captured: HashMap<u32, Event>,
 }
 
 impl Order {
-    /// Lets what follows in `stream` wait for the operation before, which `launcher` may have launched. `replays`: there are graphs that hold operations.
+    /// Makes later work in `stream` wait for the operation before, which `launcher` may have launched. `replays`: graphs hold operations.
     pub(super) fn enter(
         &mut self,
         device: &dyn Device,
@@ -38,10 +36,10 @@ impl Order {
     ) -> Result<()> {
         let within = capture.map(|capture| self.captured.get(&capture.id).copied());
         let before = self.stream.take();
-        // After the first one: nothing comes before that.
+        // The first operation follows nothing.
         let follows = capture.is_none() && self.last.is_some();
-        // While there are graphs, a replay may come between. It is none of a graph that is gone: nothing of that runs. Told
-        // by id and not by handle: another stream may have the handle of one that was destroyed and whose work has not ended.
+        // While graphs exist, a replay may come in between. A graph that is gone has no replay left. Streams are compared by id, since a new stream
+        // may have the handle of a destroyed one whose work has not ended.
         let id = (follows && !replays && self.captured.is_empty())
             .then(|| device.stream_id(stream))
             .transpose()?;
@@ -49,20 +47,20 @@ impl Order {
             self.stream = id;
             return Ok(());
         }
-        if self.is_unmarked {
-            self.marks_all = true;
+        if self.ends_by_launcher {
+            self.always_records = true;
             if capture.is_none() {
-                // It stays unmarked until there is an event behind what comes now.
+                // This holds until an event is recorded behind the present operation.
                 device.wait_for_launch(stream, launcher)?;
                 self.stream = id;
                 return Ok(());
             }
-            self.mark(device, launcher)?;
+            self.record_end(device, launcher)?;
         }
         match (within, self.last) {
             (Some(Some(event)), _) => device.stream_wait_event(stream, event)?,
             (Some(None), Some(last)) => device.stream_wait_event_external(stream, last)?,
-            // Never recorded yet, but it may be before a replay.
+            // Not recorded yet, but it may be before a replay.
             (Some(None), None) => {
                 let last = *self.last.insert(device.event_create()?);
                 device.stream_wait_event_external(stream, last)?;
@@ -74,8 +72,8 @@ impl Order {
         Ok(())
     }
 
-    /// Notes the present end of `stream` as that of the operation, which is launched; gives the event that stands for it if its `end` is marked, now
-    /// or in this capture.
+    /// Notes the present end of `stream` as the end of the launched operation. Returns the event that other streams wait for, if one was recorded
+    /// behind the operation.
     pub(super) fn leave(
         &mut self,
         device: &dyn Device,
@@ -88,15 +86,16 @@ impl Order {
             None => *self.last.insert(device.event_create()?),
         };
         let Some(capture) = capture else {
-            // Once the next operation is in another stream, this one may be destroyed: it is too late for an event then, so only an end that is
-            // known to the device goes without. And one that will hardly be asked for: the operation before was in the same stream, and all were.
-            self.is_unmarked = end == LaunchEnd::ByLauncher && self.stream.is_some() && !self.marks_all;
-            if !self.is_unmarked {
+            // No event is needed if the next operation is in the same stream, as this one and all before were. If it is in another stream after all, this
+            // stream may be destroyed by then. So only an end that the launcher can wait for goes without an event.
+            self.ends_by_launcher =
+                end == LaunchEnd::ByLauncher && self.stream.is_some() && !self.always_records;
+            if !self.ends_by_launcher {
                 device.event_record(last, stream)?;
             }
             return Ok(last);
         };
-        // What follows within the capture waits for the other event.
+        // Later work within the capture waits for the other event.
         device.event_record_external_last(last, stream)?;
         let within = match self.captured.get(&capture.id) {
             Some(within) => *within,
@@ -110,27 +109,27 @@ impl Order {
         Ok(within)
     }
 
-    /// Records the event behind what was launched last and is not marked: for replays, which wait for that.
+    /// Records the event behind a last launch that ends by the launcher: replays wait for the event.
     #[cold]
-    fn mark(&mut self, device: &dyn Device, launcher: &mut Launcher) -> Result<()> {
+    fn record_end(&mut self, device: &dyn Device, launcher: &mut Launcher) -> Result<()> {
         let Some(last) = self.last else { return Ok(()) };
-        // Not one that others use: what comes there later would wait, too.
+        // A stream of its own: later work in a shared stream would wait, too.
         let stream = device.stream_create()?;
-        let marked = device
+        let recorded = device
             .wait_for_launch(stream, launcher)
             .and_then(|()| device.event_record(last, stream));
         device.stream_destroy(stream)?;
-        marked?;
-        self.is_unmarked = false;
+        recorded?;
+        self.ends_by_launcher = false;
         Ok(())
     }
 
-    /// Destroys the events of captures but those that `holds` says graphs may still come of.
+    /// Destroys the events of captures, except those for which `holds` says that a graph may still come of them.
     pub(super) fn retain(&mut self, device: &dyn Device, holds: impl Fn(u32) -> bool) {
         self.captured.retain(|graph, event| {
             let held = holds(*graph);
             if !held {
-                // Nothing is left to be done about an event that cannot be destroyed.
+                // Nothing can be done about an event that cannot be destroyed.
                 let _ = device.event_destroy(*event);
             }
             held
@@ -139,7 +138,7 @@ impl Order {
 
     /// Destroys the events.
     pub(crate) fn clear(&mut self, device: &dyn Device) {
-        (self.stream, self.is_unmarked) = (None, false);
+        (self.stream, self.ends_by_launcher) = (None, false);
         self.retain(device, |_| false);
         if let Some(last) = self.last.take() {
             let _ = device.event_destroy(last);
