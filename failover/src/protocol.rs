@@ -1,17 +1,36 @@
 //! The interface between an end's state machine and its driver: events in, actions out.
 
-use std::time::Duration;
+use std::{mem, time::Duration};
 
 use crate::{
     links::{Cause, Link, PathSet, PathView, Status, Work},
     message::{Address, Message},
+    timers::{Timer, Timers},
 };
+
+/// What the provided methods of [`Protocol`] need of an end. Other crates cannot name it, so only this one has ends.
+pub trait Timed {
+    /// Its timers.
+    fn timers(&self) -> &Timers;
+
+    /// Its timers.
+    fn timers_mut(&mut self) -> &mut Timers;
+
+    /// Whether the driver has an operation for this end.
+    fn busy_mut(&mut self) -> &mut bool;
+
+    /// Sets or clears the timers that depend on whether the end is busy.
+    fn arm_busy_timers(&mut self, now: Duration);
+
+    /// A timer has fired.
+    fn on_timer(&mut self, now: Duration, timer: Timer, out: &mut Vec<Action>);
+}
 
 /// One end of a connection, as its driver sees it. [`Sender`](crate::Sender) and [`Receiver`](crate::Receiver) implement it.
 ///
 /// An end reads no clock: `now` is the time since a moment of the driver's choice. It appends its actions to `out`, in the order
 /// in which the driver must carry them out.
-pub trait Protocol {
+pub trait Protocol: Timed {
     /// The queue pair that steps use in this epoch, or used last.
     fn active(&self) -> Link;
 
@@ -34,13 +53,36 @@ pub trait Protocol {
     }
 
     /// Sets whether the driver has an operation for this end. An idle end sends no probes, and does not give up for want of a path.
-    fn set_busy(&mut self, now: Duration, busy: bool);
+    fn set_busy(&mut self, now: Duration, busy: bool) {
+        if mem::replace(self.busy_mut(), busy) != busy {
+            self.arm_busy_timers(now);
+        }
+    }
 
     /// When the driver must call [`Protocol::expire`], if no event comes first.
-    fn deadline(&self) -> Option<Duration>;
+    fn deadline(&self) -> Option<Duration> {
+        self.timers().next()
+    }
 
-    /// Fires every timer whose deadline has passed.
-    fn expire(&mut self, now: Duration, out: &mut Vec<Action>);
+    /// Fires every timer whose deadline has passed. Firing one may set or clear others.
+    ///
+    /// A timer that firing sets is later than `now`, unless a setting is 0. The number of rounds is therefore bounded: such a timer waits for the
+    /// next call.
+    fn expire(&mut self, now: Duration, out: &mut Vec<Action>) {
+        for _ in 0..Timers::COUNT {
+            let Some(timer) = self.timers_mut().take_expired(now) else {
+                return;
+            };
+            self.on_timer(now, timer, out);
+        }
+    }
+
+    /// Fires a timer, whatever the time.
+    #[cfg(test)]
+    fn fire_now(&mut self, timer: Timer, out: &mut Vec<Action>) {
+        self.timers_mut().clear(timer);
+        self.on_timer(Duration::ZERO, timer, out);
+    }
 
     /// Processes one event.
     fn handle(&mut self, now: Duration, event: Event, out: &mut Vec<Action>);

@@ -18,10 +18,10 @@ use crate::{
     links::{Cause, Link, LinkState, PathSet, PathView, Status, Work},
     message::Message,
     paths::{Path, Paths},
-    protocol::{Action, Event, Protocol, Reason, Report},
+    protocol::{Action, Event, Protocol, Reason, Report, Timed},
     rules::{Rules, Sound},
     settings::Settings,
-    timers::{Timer, Timers, expire},
+    timers::{Timer, Timers},
 };
 
 mod epochs;
@@ -153,26 +153,6 @@ impl<R: Rules> Receiver<R> {
                     self.arm_progress_timer(now);
                 }
             }
-        }
-    }
-
-    fn on_timer(&mut self, now: Duration, timer: Timer, out: &mut Vec<Action>) {
-        match timer {
-            Timer::Resend => self.resend_unanswered(now, out),
-            Timer::GiveUp => self.give_up(Reason::NoPath, out),
-            Timer::Progress if self.has_outstanding() => {
-                self.fail(now, self.active.path, Cause::Timeout, out);
-            }
-            Timer::Progress => self.probe_active(now, out),
-            Timer::Path(path) => match self.paths[path].state {
-                LinkState::Fenced => self.rebuild_if_due(path, out),
-                LinkState::Probation if self.paths[path].extra.probing => {
-                    self.fail(now, path, Cause::Timeout, out);
-                }
-                LinkState::Probation => self.probe(now, path, out),
-                LinkState::Ready => self.paths[path].extra.backoff = self.settings.backoff,
-                LinkState::Fencing | LinkState::Building | LinkState::Offered | LinkState::Connecting => {}
-            },
         }
     }
 
@@ -483,6 +463,45 @@ impl<R: Rules> Receiver<R> {
     }
 }
 
+impl<R: Rules> Timed for Receiver<R> {
+    fn timers(&self) -> &Timers {
+        &self.timers
+    }
+
+    fn timers_mut(&mut self) -> &mut Timers {
+        &mut self.timers
+    }
+
+    fn busy_mut(&mut self) -> &mut bool {
+        &mut self.busy
+    }
+
+    fn arm_busy_timers(&mut self, now: Duration) {
+        self.arm_progress_timer(now);
+        self.arm_give_up_timer(now);
+    }
+
+    fn on_timer(&mut self, now: Duration, timer: Timer, out: &mut Vec<Action>) {
+        match timer {
+            Timer::Resend => self.resend_unanswered(now, out),
+            Timer::GiveUp => self.give_up(Reason::NoPath, out),
+            Timer::Progress if self.has_outstanding() => {
+                self.fail(now, self.active.path, Cause::Timeout, out);
+            }
+            Timer::Progress => self.probe_active(now, out),
+            Timer::Path(path) => match self.paths[path].state {
+                LinkState::Fenced => self.rebuild_if_due(path, out),
+                LinkState::Probation if self.paths[path].extra.probing => {
+                    self.fail(now, path, Cause::Timeout, out);
+                }
+                LinkState::Probation => self.probe(now, path, out),
+                LinkState::Ready => self.paths[path].extra.backoff = self.settings.backoff,
+                LinkState::Fencing | LinkState::Building | LinkState::Offered | LinkState::Connecting => {}
+            },
+        }
+    }
+}
+
 impl<R: Rules> Protocol for Receiver<R> {
     fn active(&self) -> Link {
         self.active
@@ -507,27 +526,6 @@ impl<R: Rules> Protocol for Receiver<R> {
     fn next_attempt(&self, path: u8) -> Option<Duration> {
         let waits = self.paths.knows(path) && !self.paths[path].state.is_live();
         waits.then(|| self.timers.at(Timer::Path(path))).flatten()
-    }
-
-    fn set_busy(&mut self, now: Duration, busy: bool) {
-        if self.busy != busy {
-            self.busy = busy;
-            self.arm_progress_timer(now);
-            self.arm_give_up_timer(now);
-        }
-    }
-
-    fn deadline(&self) -> Option<Duration> {
-        self.timers.next()
-    }
-
-    fn expire(&mut self, now: Duration, out: &mut Vec<Action>) {
-        expire(
-            self,
-            now,
-            |end| &mut end.timers,
-            |end, timer| end.on_timer(now, timer, out),
-        );
     }
 
     fn handle(&mut self, now: Duration, event: Event, out: &mut Vec<Action>) {
@@ -596,18 +594,5 @@ impl<R: Rules> Protocol for Receiver<R> {
             }
             _ => {}
         }
-    }
-}
-
-#[cfg(test)]
-impl<R: Rules> Receiver<R> {
-    /// Fires a timer, whatever the time.
-    pub(crate) fn fire_now(&mut self, timer: Timer, out: &mut Vec<Action>) {
-        self.timers.clear(timer);
-        self.on_timer(Duration::ZERO, timer, out);
-    }
-
-    pub(crate) fn armed(&self) -> impl Iterator<Item = Timer> {
-        self.timers.armed()
     }
 }

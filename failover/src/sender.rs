@@ -15,10 +15,10 @@ use crate::{
     links::{Cause, Link, LinkState, PathSet, PathView, Status, Work},
     message::{Address, Message},
     paths::Paths,
-    protocol::{Action, Event, Protocol, Reason, Report},
+    protocol::{Action, Event, Protocol, Reason, Report, Timed},
     rules::{Rules, Sound},
     settings::Settings,
-    timers::{Timer, Timers, expire},
+    timers::{Timer, Timers},
 };
 
 mod rebuild;
@@ -144,19 +144,6 @@ impl<R: Rules> Sender<R> {
         self.posted += 1;
         if self.posted == self.acked + 1 {
             self.arm_progress_timer(now);
-        }
-    }
-
-    fn on_timer(&mut self, now: Duration, timer: Timer, out: &mut Vec<Action>) {
-        match timer {
-            Timer::Resend => self.send_broken(now, out),
-            Timer::GiveUp => self.give_up(Reason::NoPath, out),
-            Timer::Progress if self.phase != Phase::Flowing => {}
-            Timer::Progress if self.probing || self.posted > self.acked => {
-                self.fail(now, self.active.path, Cause::Timeout, out);
-            }
-            Timer::Progress => self.probe(now, out),
-            Timer::Path(_) => {}
         }
     }
 
@@ -433,6 +420,38 @@ impl<R: Rules> Sender<R> {
     }
 }
 
+impl<R: Rules> Timed for Sender<R> {
+    fn timers(&self) -> &Timers {
+        &self.timers
+    }
+
+    fn timers_mut(&mut self) -> &mut Timers {
+        &mut self.timers
+    }
+
+    fn busy_mut(&mut self) -> &mut bool {
+        &mut self.busy
+    }
+
+    fn arm_busy_timers(&mut self, now: Duration) {
+        self.arm_progress_timer(now);
+        self.arm_give_up_timer(now);
+    }
+
+    fn on_timer(&mut self, now: Duration, timer: Timer, out: &mut Vec<Action>) {
+        match timer {
+            Timer::Resend => self.send_broken(now, out),
+            Timer::GiveUp => self.give_up(Reason::NoPath, out),
+            Timer::Progress if self.phase != Phase::Flowing => {}
+            Timer::Progress if self.probing || self.posted > self.acked => {
+                self.fail(now, self.active.path, Cause::Timeout, out);
+            }
+            Timer::Progress => self.probe(now, out),
+            Timer::Path(_) => {}
+        }
+    }
+}
+
 impl<R: Rules> Protocol for Sender<R> {
     fn active(&self) -> Link {
         self.active
@@ -452,27 +471,6 @@ impl<R: Rules> Protocol for Sender<R> {
 
     fn paths(&self) -> impl Iterator<Item = PathView> {
         self.paths.views(self.active)
-    }
-
-    fn set_busy(&mut self, now: Duration, busy: bool) {
-        if self.busy != busy {
-            self.busy = busy;
-            self.arm_progress_timer(now);
-            self.arm_give_up_timer(now);
-        }
-    }
-
-    fn deadline(&self) -> Option<Duration> {
-        self.timers.next()
-    }
-
-    fn expire(&mut self, now: Duration, out: &mut Vec<Action>) {
-        expire(
-            self,
-            now,
-            |end| &mut end.timers,
-            |end, timer| end.on_timer(now, timer, out),
-        );
     }
 
     fn handle(&mut self, now: Duration, event: Event, out: &mut Vec<Action>) {
@@ -528,18 +526,5 @@ impl<R: Rules> Protocol for Sender<R> {
             }
             _ => {}
         }
-    }
-}
-
-#[cfg(test)]
-impl<R: Rules> Sender<R> {
-    /// Fires a timer, whatever the time.
-    pub(crate) fn fire_now(&mut self, timer: Timer, out: &mut Vec<Action>) {
-        self.timers.clear(timer);
-        self.on_timer(Duration::ZERO, timer, out);
-    }
-
-    pub(crate) fn armed(&self) -> impl Iterator<Item = Timer> {
-        self.timers.armed()
     }
 }

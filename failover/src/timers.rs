@@ -19,10 +19,10 @@ pub enum Timer {
 
 /// One deadline per timer, if it is set. Times are since a moment of the driver's choice.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-pub(crate) struct Timers([Option<Duration>; Self::COUNT]);
+pub struct Timers([Option<Duration>; Self::COUNT]);
 
 impl Timers {
-    const COUNT: usize = 3 + MAX_PATHS;
+    pub(crate) const COUNT: usize = 3 + MAX_PATHS;
 
     fn index(timer: Timer) -> usize {
         match timer {
@@ -80,7 +80,7 @@ impl Timers {
     }
 
     /// Clears and returns one timer whose deadline has passed.
-    fn take_expired(&mut self, now: Duration) -> Option<Timer> {
+    pub(crate) fn take_expired(&mut self, now: Duration) -> Option<Timer> {
         let index = self
             .0
             .iter()
@@ -95,23 +95,5 @@ impl Timers {
         (0..self.0.len())
             .filter(|index| self.0[*index].is_some())
             .map(Self::from_index)
-    }
-}
-
-/// Fires the expired timers of `end`. Firing one may set or clear others.
-///
-/// A timer that firing sets is later than `now`, unless a setting is 0. The number of rounds is therefore bounded: such a timer waits
-/// for the next call.
-pub(crate) fn expire<E>(
-    end: &mut E,
-    now: Duration,
-    timers: fn(&mut E) -> &mut Timers,
-    mut fire: impl FnMut(&mut E, Timer),
-) {
-    for _ in 0..Timers::COUNT {
-        let Some(timer) = timers(end).take_expired(now) else {
-            return;
-        };
-        fire(end, timer);
     }
 }

@@ -6,7 +6,7 @@ use super::network::{Flaw, Port, Qp, QpState, address, gid_of};
 use crate::{
     links::{Link, LinkState, PathSet, PathView},
     message::Message,
-    protocol::{Action, Event, Protocol},
+    protocol::{Action, Event, Protocol, Timed},
     receiver::Receiver,
     rules::Rules,
     sender::Sender,
@@ -322,9 +322,9 @@ impl<R: Rules> World<R> {
                 }
             }
             let timers: Vec<Timer> = match end {
-                SENDER => self.sender.armed().collect(),
+                SENDER => self.sender.timers().armed().collect(),
                 _ if self.left => Vec::new(),
-                _ => self.receiver.armed().collect(),
+                _ => self.receiver.timers().armed().collect(),
             };
             for timer in timers {
                 if self.is_due(end, timer) {
