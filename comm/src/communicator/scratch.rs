@@ -1,4 +1,4 @@
-//! Memory of all ranks where contributions to reductions come by copy engines: had with the first window that is long enough for such.
+//! Scratch memory into which copy engines move contributions to reductions. All ranks allocate it with the first window that is long enough.
 
 use std::sync::Arc;
 
@@ -18,8 +18,8 @@ use super::{
 };
 
 impl Communicator {
-    /// What a window of `bytes` bytes has of it, which all ranks reach; `None` if it is too short for reductions, or some rank cannot have the memory. All ranks call it,
-    /// and all get the same answer; `number` is the window's.
+    /// The scratch memory for a window of `bytes` bytes, with number `number`. All ranks call it and get the same answer: `None` if the window is too
+    /// short for reductions, or some rank cannot have the memory.
     ///
     /// # Errors
     /// A rank that is gone or does not come, or an abort.
@@ -65,7 +65,7 @@ impl Communicator {
             let reached = reached.map_err(|error| error.text)?;
             reached.map_err(|why| why.to_string())
         });
-        // Nobody writes there before all have reached all; where not all do, nobody does.
+        // No rank writes there before all ranks reach all memory. If one does not, none writes.
         let answer = reached.as_ref().map(|_| &[][..]).map_err(String::as_str);
         let agreed = self.agree_for_window(number, answer)?.and(reached);
         if agreed.is_err() {

@@ -1,11 +1,11 @@
-//! Windows: buffers that all ranks register together, and what copy engines need to know of them.
+//! Windows: buffers that all ranks register together, so that copy engines can move collectives.
 //!
-//! The ranks of a node tell each other, when they register a window with `NCCL_WIN_COLL_SYMMETRIC`, where their parts are, and each finds
-//! out where it reaches those of the others: in its own process at the same address, in others where it has mapped what these have shown ([`crate::buffer_exchange`]). If all reach all, a collective whose receive buffer is in
-//! the window, at the same place on all ranks as the flag promises, can be done by copies that each host queues. Which place it is goes into
-//! the operation's tag: a rank that does not keep the promise is found out.
+//! When ranks register a window with `NCCL_WIN_COLL_SYMMETRIC`, they exchange the addresses of their parts. Each rank finds the address by which it
+//! reaches every other part: the same address within its process, the address of an import ([`crate::buffer_exchange`]) for other processes. If all
+//! ranks reach all parts, copy engines can do a collective whose receive buffer is in the window. The flag promises that the buffer is at the same
+//! offset on all ranks. The offset is part of the operation's tag, so a rank that breaks the promise is found.
 //!
-//! What is mapped stays so while the window is registered, and until what has been launched with it is over.
+//! A window keeps its imports while it is registered, and until launches that use it are over.
 
 use std::{
     any::Any,
@@ -34,38 +34,38 @@ use crate::{
     op::{Request, WindowBuffer},
 };
 
-/// How long a rank waits until it has mapped another one's part.
+/// How long a rank waits until it has imported another rank's part.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// What the device queues copies with.
-type Engines = Arc<dyn Any + Send + Sync>;
+/// See [`crate::device::Sharing::copy_engine`].
+type CopyEngine = Arc<dyn Any + Send + Sync>;
 
 /// The windows of a communicator.
 pub(crate) struct Windows {
-    /// Copy engines may do operations in them, as all ranks have agreed.
-    for_engines: bool,
-    /// Registered so far.
+    /// All ranks have agreed that copy engines may do operations.
+    for_copy_engines: bool,
+    /// Windows registered so far.
     joined: AtomicU32,
-    /// What is there now; in the order of their numbers.
+    /// Symmetric windows that are registered now, in the order of their numbers.
     all: Mutex<Vec<Joined>>,
-    /// How many these are, for those who only ask whether there are any.
+    /// Length of `all`, for threads that only ask whether there is any.
     count: AtomicUsize,
-    /// Had with the first window that is for them.
-    engines: OnceLock<Engines>,
-    /// Had with the first one that is for reductions; `None` if some rank could not have it.
+    /// Made with the first window that copy engines can use.
+    copy_engine: OnceLock<CopyEngine>,
+    /// Made with the first window that is long enough for reductions; `None` if some rank could not have the memory.
     pub(super) scratch: OnceLock<Option<Arc<Scratch>>>,
 }
 
-/// This rank's part of a window in the making.
+/// This rank's part of a window that is being registered.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Part {
-    /// Of the registration.
+    /// Handle of the registration.
     pub(crate) handle: usize,
-    /// Where it begins.
+    /// Its address.
     pub(crate) address: usize,
     /// Its length.
     pub(crate) bytes: usize,
-    /// The caller promises that operations use the same place in it on all ranks.
+    /// The caller promises that operations use the same offset in it on all ranks.
     pub(crate) is_symmetric: bool,
 }
 
@@ -75,25 +75,25 @@ struct Joined {
     number: u32,
     /// This rank's part.
     address: usize,
-    /// What all ranks' parts have.
+    /// The length of the shortest part of any rank.
     bytes: usize,
-    /// `None` if not all ranks reach all.
+    /// `None` if not all ranks reach all parts.
     window: Option<Arc<Window>>,
 }
 
-/// What a rank says of its part, or why it has none for copy engines.
+/// Address, length and export of a rank's part, or why copy engines cannot use it.
 type Offer = std::result::Result<(u64, u64, ExportedBuffer), String>;
 
-/// 1 and numbers, or 0 and a text.
+/// 1 and the numbers, or 0 and the reason.
 fn encode(offer: &Offer) -> Vec<u8> {
     let mut bytes = vec![u8::from(offer.is_ok())];
     match offer {
-        Ok((address, length, shown)) => {
-            for number in [*address, *length, shown.start] {
+        Ok((address, length, export)) => {
+            for number in [*address, *length, export.start] {
                 bytes.extend(number.to_le_bytes());
             }
-            bytes.extend(shown.generation.to_le_bytes());
-            bytes.extend(shown.number.to_le_bytes());
+            bytes.extend(export.generation.to_le_bytes());
+            bytes.extend(export.number.to_le_bytes());
         }
         Err(why) => bytes.extend(why.as_bytes()),
     }
@@ -105,14 +105,14 @@ fn parse(bytes: &[u8]) -> Offer {
         let mut rest = Rest(bytes);
         let (address, length, start) = (rest.u64()?, rest.u64()?, rest.u64()?);
         let (generation, number) = (rest.u32()?, rest.u32()?);
-        let shown = ExportedBuffer {
+        let export = ExportedBuffer {
             start,
             generation,
             number,
         };
-        // Nothing is said to begin before what it is in.
+        // A part lies within its exported buffer.
         let is_within = generation == 0 || address >= start;
-        (rest.is_empty() && is_within).then_some((address, length, shown))
+        (rest.is_empty() && is_within).then_some((address, length, export))
     };
     match bytes {
         [0, why @ ..] => {
@@ -125,13 +125,13 @@ fn parse(bytes: &[u8]) -> Offer {
 }
 
 impl Windows {
-    pub(super) fn new(for_engines: bool) -> Self {
+    pub(super) fn new(for_copy_engines: bool) -> Self {
         Self {
-            for_engines,
+            for_copy_engines,
             joined: AtomicU32::new(0),
             all: Mutex::default(),
             count: AtomicUsize::new(0),
-            engines: OnceLock::new(),
+            copy_engine: OnceLock::new(),
             scratch: OnceLock::new(),
         }
     }
@@ -142,27 +142,27 @@ impl Windows {
         self.joined.fetch_add(1, Ordering::Relaxed) & (u32::MAX >> 1)
     }
 
-    fn enter(&self, joined: Joined) {
+    fn add(&self, joined: Joined) {
         let mut all = lock(&self.all);
         all.push(joined);
-        // Relaxed: under the lock; who reads it without is on a thread without order to this one.
+        // Relaxed: stored under the lock. A thread that reads it without the lock is not ordered with this one.
         self.count.store(all.len(), Ordering::Relaxed);
     }
 
-    /// The window of a registration is gone: of several with its handle the latest.
+    /// Removes the window of a registration. If several windows have the handle, the latest.
     fn remove(&self, handle: usize) {
         let mut all = lock(&self.all);
         let place = all.iter().rposition(|joined| joined.handle == handle);
         let gone = place.map(|place| all.remove(place));
         self.count.store(all.len(), Ordering::Relaxed);
         drop(all);
-        // Not under the lock: its end may call the device.
+        // Not under the lock: dropping it may call the device.
         drop(gone);
     }
 
     /// The first window that a buffer is in.
     fn find(&self, address: usize, bytes: usize) -> Option<WindowBuffer> {
-        // Relaxed: see `enter`.
+        // Relaxed: see `add`.
         if self.count.load(Ordering::Relaxed) == 0 {
             return None;
         }
@@ -180,9 +180,9 @@ impl Windows {
 }
 
 impl Communicator {
-    /// The window that the receive buffer of an operation is in, of a reduce_scatter the send buffer, if copy engines could do it.
+    /// The window of an operation's receive buffer (of a reduce_scatter, of its send buffer), if copy engines could do the operation.
     pub(crate) fn window_of(&self, request: &Request) -> Option<WindowBuffer> {
-        if !self.windows.for_engines {
+        if !self.windows.for_copy_engines {
             return None;
         }
         let [(send, sent), (recv, received)] = request.buffers(self.ranks);
@@ -196,12 +196,12 @@ impl Communicator {
             return None;
         }
         let overlap = send < recv.saturating_add(received) && recv < send.saturating_add(sent);
-        // What others bring would be there before this rank has sent what it has there. Of an all_gather it is its own block; of a reduction
-        // in place it has gone before.
+        // In place, other ranks would overwrite data that this rank has not sent yet. In an all_gather in place each rank sends its own block, which
+        // nobody overwrites; a reduction in place has sent its data before.
         if request.function == Function::AlltoAll && overlap {
             return None;
         }
-        // What all ranks have at the same place: of a reduce_scatter in place that is not the receive buffer.
+        // The buffer that is at the same offset on all ranks. In a reduce_scatter in place the receive buffer is not.
         let (address, bytes) = if request.function == Function::ReduceScatter {
             (send, sent)
         } else {
@@ -210,8 +210,8 @@ impl Communicator {
         self.windows.find(address, bytes)
     }
 
-    /// Waits until every rank has registered its part of the next window, and finds out whether copy engines can work in it. A rank whose part was
-    /// refused comes, too, and says why: the others wait for it.
+    /// Waits until every rank has registered its part of the next window, and finds out whether copy engines can use it. A rank whose part was
+    /// refused takes part, too, with the reason, since the others wait for it.
     ///
     /// # Errors
     /// A rank that is gone or does not come, or an abort.
@@ -219,7 +219,7 @@ impl Communicator {
         let number = self.windows.next();
         let offer = match &part {
             Ok(part) => self.offer(part),
-            Err(why) => self.windows.for_engines.then(|| Err((*why).to_owned())),
+            Err(why) => self.windows.for_copy_engines.then(|| Err((*why).to_owned())),
         };
         let mine = offer.as_ref().map(encode).unwrap_or_default();
         let offers = self.meet_for_window(number, &mine)?;
@@ -236,11 +236,11 @@ impl Communicator {
             .least_copy_engine_bytes(self.ranks);
         let window = match self.first_of(offers.iter().map(|offer| offer.as_ref().err())) {
             Some(why) => Err(why),
-            // Nothing in it is long enough.
+            // No operation in it would be long enough.
             None if bytes < least => Err(format!("it has {bytes} bytes, they are for at least {least}")),
             None => {
                 let reached = self.reach(&offers);
-                // Nobody uses it before all reach all; where not all do, nobody does.
+                // No rank uses it before all ranks reach all parts. If one does not, none uses it.
                 let answer = reached.as_ref().map(|_| &[][..]).map_err(String::as_str);
                 let agreed = self.agree_for_window(number, answer)?;
                 match agreed.and(reached) {
@@ -263,7 +263,7 @@ impl Communicator {
         if let Ok(part) = part
             && part.is_symmetric
         {
-            self.windows.enter(Joined {
+            self.windows.add(Joined {
                 handle: part.handle,
                 number,
                 address: part.address,
@@ -280,9 +280,9 @@ impl Communicator {
         ranks.find_map(|(rank, why)| Some(format!("rank {rank}: {}", why?)))
     }
 
-    /// Gives everyone's bytes, once every rank has come.
+    /// Gathers bytes of every rank, once all have come.
     fn meet_for_window(&self, number: u32, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
-        /// Tags of windows, apart from those of splits.
+        /// Tells tags of windows from tags of splits.
         const WINDOW: u32 = 1 << 31;
         let everyone: Vec<u32> = (0..self.ranks).collect();
         let all = self.bootstrap.gather_among(&everyone, WINDOW | number, mine);
@@ -291,7 +291,7 @@ impl Communicator {
         })
     }
 
-    /// Says what this rank could do, or why it could not, and hears it from all; the first who could not is named.
+    /// Gathers the result of a step from every rank. Returns all results, or the reason of the first rank that failed.
     ///
     /// # Errors
     /// A rank that is gone or does not come, or an abort.
@@ -316,9 +316,9 @@ impl Communicator {
         Ok(why.map_or_else(|| Ok(all.into_iter().flatten().collect()), Err))
     }
 
-    /// What this rank says of its part; `None` where no rank asks.
+    /// This rank's offer for its part; `None` if windows are not for copy engines.
     fn offer(&self, part: &Part) -> Option<Offer> {
-        if !self.windows.for_engines {
+        if !self.windows.for_copy_engines {
             return None;
         }
         let peers = match (&self.launch.peers, part.is_symmetric) {
@@ -326,15 +326,15 @@ impl Communicator {
             (_, false) => return Some(Err("registered without NCCL_WIN_COLL_SYMMETRIC".into())),
             (Some(peers), true) => peers,
         };
-        let shown = self.on_device(|device| Ok(self.shown(device, peers, part)));
-        let shown = shown.map_err(|error| error.text).and_then(|shown| {
-            shown.ok_or_else(|| format!("memory at {:#x} is closed to other ranks", part.address))
+        let export = self.on_device(|device| Ok(self.export(device, peers, part)));
+        let export = export.map_err(|error| error.text).and_then(|export| {
+            export.ok_or_else(|| format!("memory at {:#x} is closed to other ranks", part.address))
         });
-        Some(shown.map(|shown| (part.address as u64, part.bytes as u64, shown)))
+        Some(export.map(|export| (part.address as u64, part.bytes as u64, export)))
     }
 
-    /// What this rank's part is in, as ranks of other processes have been shown it; `None` if it is closed to any rank.
-    fn shown(&self, device: &dyn Device, peers: &PeerMemory, part: &Part) -> Option<ExportedBuffer> {
+    /// The export of the buffer that this rank's part is in; `None` if some rank cannot reach it.
+    fn export(&self, device: &dyn Device, peers: &PeerMemory, part: &Part) -> Option<ExportedBuffer> {
         let buffer = (part.address, part.bytes);
         if peers.foreign != 0 {
             return self
@@ -351,53 +351,54 @@ impl Communicator {
         is_open.then(ExportedBuffer::default)
     }
 
-    /// Finds where this rank reaches the parts of all others.
+    /// Finds the addresses by which this rank reaches all parts.
     fn reach(&self, offers: &[Offer]) -> std::result::Result<Window, String> {
         let none = || "ranks do not reach each other's memory".to_owned();
         let peers = self.launch.peers.as_ref().ok_or_else(none)?;
-        let (mut places, mut memory) = (Vec::new(), Vec::new());
+        let (mut addresses, mut memory) = (Vec::new(), Vec::new());
         for (rank, offer) in (0..).zip(offers) {
-            let (address, _, shown) = offer.clone()?;
+            let (address, _, export) = offer.clone()?;
             if !peers.is_foreign(rank) {
-                places.push(address);
+                addresses.push(address);
                 continue;
             }
             let exchange = self.launch.buffer_exchange.as_ref().ok_or_else(none)?;
-            let mapped = exchange
-                .wait_for_import(rank, (shown.number, shown.generation), PATIENCE, || {
+            let import = exchange
+                .wait_for_import(rank, (export.number, export.generation), PATIENCE, || {
                     self.check_usable().is_err()
                 })
                 .map_err(|why| format!("the part of rank {rank}: {why}"))?;
-            places.push(mapped.base + (address - shown.start));
-            memory.push(mapped as Arc<dyn Any + Send + Sync>);
+            addresses.push(import.base + (address - export.start));
+            memory.push(import as Arc<dyn Any + Send + Sync>);
         }
         Ok(Window {
             peers: peers.clone(),
-            addresses: places,
+            addresses,
             scratch: None,
-            copy_engine: self.engines()?,
+            copy_engine: self.copy_engine()?,
             memory,
         })
     }
 
-    /// What this communicator's copies are queued with beside callers' streams: its own, so that none waits behind those of another.
-    fn engines(&self) -> std::result::Result<Engines, String> {
-        if let Some(engines) = self.windows.engines.get() {
-            return Ok(engines.clone());
+    /// What queues this communicator's copies beside callers' streams. Each communicator has its own, so that no copy waits behind another
+    /// communicator's copies.
+    fn copy_engine(&self) -> std::result::Result<CopyEngine, String> {
+        if let Some(copy_engine) = self.windows.copy_engine.get() {
+            return Ok(copy_engine.clone());
         }
         let made = self.on_device(|device| Ok(device.copy_engine()?));
         let made = made.map_err(|error| error.text)?;
-        Ok(self.windows.engines.get_or_init(|| made).clone())
+        Ok(self.windows.copy_engine.get_or_init(|| made).clone())
     }
 
-    /// Gives a window back.
+    /// Deregisters a window.
     ///
     /// # Errors
-    /// It is none of this communicator's.
+    /// It is no window of this communicator.
     pub(crate) fn deregister_window(&self, handle: usize) -> Result<()> {
         self.deregister("win", handle)?;
         self.windows.remove(handle);
-        // What has been launched with it and is over does not keep it: now, or from the next operation on.
+        // Retire finished launches, which would keep it: now, or with the next operation.
         if let Ok(mut planner) = self.planner.try_lock() {
             planner.queue.submitted.drain();
         }
@@ -411,16 +412,16 @@ mod tests {
 
     #[test]
     fn what_a_rank_says_of_its_part_is_understood() {
-        let shown = ExportedBuffer {
+        let export = ExportedBuffer {
             start: 4096,
             generation: 3,
             number: 7,
         };
-        for offer in [Ok((8192, 1 << 40, shown)), Err("closed".to_owned())] {
+        for offer in [Ok((8192, 1 << 40, export)), Err("closed".to_owned())] {
             assert_eq!(parse(&encode(&offer)), offer);
         }
-        let bytes = encode(&Ok((8192, 1, shown)));
-        let before = encode(&Ok((0, 1, shown)));
+        let bytes = encode(&Ok((8192, 1, export)));
+        let before = encode(&Ok((0, 1, export)));
         for rubbish in [
             &bytes[..bytes.len() - 1],
             &[&bytes[..], &[0]].concat(),
@@ -439,7 +440,7 @@ mod tests {
         for (number, handle, address, bytes) in
             [(0, 1, 0x1000, 0x1000), (1, 2, 0x1000, 0x3000), (2, 2, 0x8000, 8)]
         {
-            windows.enter(Joined {
+            windows.add(Joined {
                 handle,
                 number,
                 address,
