@@ -91,23 +91,32 @@ pub fn run(options: &Options) -> Result<bool> {
     let mut report = Report::default();
     for part in wanted {
         if interrupted.load(Ordering::Relaxed) {
-            report.fail(part.name, "", "not run: interrupted");
+            report.enter(
+                part.name,
+                "",
+                Duration::ZERO,
+                Err("not run: interrupted".to_owned()),
+            );
             continue;
         }
         if let Some(reason) = (part.lacks)(&host) {
             report.skip(part.name, "", &reason);
             continue;
         }
-        let deadline = Instant::now() + Duration::from_secs(options.limit);
-        let mut steps = Steps::new(part.name, &host, &out, deadline, &interrupted, &mut report);
+        let mut steps = Steps {
+            part: part.name,
+            host: &host,
+            out: &out,
+            deadline: Instant::now() + Duration::from_secs(options.limit),
+            interrupted: &interrupted,
+            report: &mut report,
+        };
         if let Err(error) = (part.run)(&mut steps) {
-            report.fail(part.name, "", &format!("{error:#}"));
+            report.enter(part.name, "", Duration::ZERO, Err(format!("{error:#}")));
         }
     }
     print!("{}", report.table());
-    let json = report.json();
-    let file = out.join("report.json");
-    fs::write(&file, format!("{json}\n"))?;
+    fs::write(out.join("report.json"), format!("{}\n", report.json()))?;
     println!("{}", report.summary());
     Ok(report.ok())
 }

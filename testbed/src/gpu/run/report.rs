@@ -5,6 +5,9 @@ use std::{collections::BTreeMap, fmt::Write as _, time::Duration};
 use serde::Serialize;
 use serde_json::{Value, json};
 
+/// What a step says about itself: a detail if it has passed, the reason if not.
+pub(super) type StepResult = Result<String, String>;
+
 /// How a step ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -35,29 +38,25 @@ pub(super) struct Report {
 }
 
 impl Report {
-    pub(super) fn pass(&mut self, part: &'static str, step: &str, took: Duration, detail: &str) {
-        self.add(part, step, Outcome::Passed, took, detail);
-    }
-
-    pub(super) fn fail(&mut self, part: &'static str, step: &str, reason: &str) {
-        self.add(part, step, Outcome::Failed, Duration::ZERO, reason);
-    }
-
-    pub(super) fn fail_after(&mut self, part: &'static str, step: &str, took: Duration, reason: &str) {
-        self.add(part, step, Outcome::Failed, took, reason);
+    pub(super) fn enter(&mut self, part: &'static str, step: &str, took: Duration, verdict: StepResult) {
+        let (result, detail) = match verdict {
+            Ok(detail) => (Outcome::Passed, detail),
+            Err(reason) => (Outcome::Failed, reason),
+        };
+        self.add(part, step, result, took, detail);
     }
 
     pub(super) fn skip(&mut self, part: &'static str, step: &str, reason: &str) {
-        self.add(part, step, Outcome::Skipped, Duration::ZERO, reason);
+        self.add(part, step, Outcome::Skipped, Duration::ZERO, reason.to_owned());
     }
 
-    fn add(&mut self, part: &'static str, step: &str, result: Outcome, took: Duration, detail: &str) {
+    fn add(&mut self, part: &'static str, step: &str, result: Outcome, took: Duration, detail: String) {
         let row = Row {
             part,
             step: step.to_owned(),
             result,
             seconds: took.as_secs_f64(),
-            detail: detail.to_owned(),
+            detail,
         };
         eprint!("{}", line(&row));
         self.rows.push(row);
@@ -105,17 +104,13 @@ impl Report {
     /// What counts, in one line.
     pub(super) fn summary(&self) -> Value {
         let of = |result| -> Vec<String> {
-            self.rows
-                .iter()
-                .filter(|row| row.result == result)
-                .map(|row| {
-                    if row.step.is_empty() {
-                        row.part.to_owned()
-                    } else {
-                        format!("{}/{}", row.part, row.step)
-                    }
-                })
-                .collect()
+            let rows = self.rows.iter().filter(|row| row.result == result);
+            rows.map(|row| {
+                format!("{}/{}", row.part, row.step)
+                    .trim_end_matches('/')
+                    .to_owned()
+            })
+            .collect()
         };
         let mut all = self.totals();
         all["failed_steps"] = json!(of(Outcome::Failed));
@@ -167,10 +162,12 @@ mod tests {
     #[test]
     fn the_table_has_every_step_and_the_summary_counts_them() {
         let mut report = Report::default();
-        report.pass("check", "2t", Duration::from_millis(1500), "ok 407 cases a rank");
+        let passed = Ok("ok 407 cases a rank".to_owned());
+        report.enter("check", "2t", Duration::from_millis(1500), passed);
         report.skip("torch", "", "no PyTorch");
         assert!(report.ok());
-        report.fail("graph", "2p", "exit status 1\nFAILED element 7");
+        let failed = Err("exit status 1\nFAILED element 7".to_owned());
+        report.enter("graph", "2p", Duration::ZERO, failed);
         report.note("size ratio\n");
         report.figures("perf", json!({"ratio": 0.5}));
         let table = report.table();

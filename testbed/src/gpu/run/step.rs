@@ -13,45 +13,25 @@ use std::{
 use anyhow::{Context, Result};
 use fs_err::{self as fs, File};
 
+pub(super) use super::report::StepResult;
 use super::{gpu_host::GpuHost, report::Report};
 use crate::process;
-
-/// What a step says about itself: a detail if it has passed, the reason if not.
-pub(super) type StepResult = std::result::Result<String, String>;
 
 /// The most that one rank may outlive another that has failed.
 const GRACE: Duration = Duration::from_secs(5);
 
 /// The steps of one part.
 pub(super) struct Steps<'a> {
-    part: &'static str,
+    pub(super) part: &'static str,
     pub(super) host: &'a GpuHost,
-    out: &'a Path,
-    deadline: Instant,
+    pub(super) out: &'a Path,
+    pub(super) deadline: Instant,
     /// A signal has come: nothing more is to be run.
-    interrupted: &'a AtomicBool,
-    report: &'a mut Report,
+    pub(super) interrupted: &'a AtomicBool,
+    pub(super) report: &'a mut Report,
 }
 
-impl<'a> Steps<'a> {
-    pub(super) fn new(
-        part: &'static str,
-        host: &'a GpuHost,
-        out: &'a Path,
-        deadline: Instant,
-        interrupted: &'a AtomicBool,
-        report: &'a mut Report,
-    ) -> Self {
-        Self {
-            part,
-            host,
-            out,
-            deadline,
-            interrupted,
-            report,
-        }
-    }
-
+impl Steps<'_> {
     /// File of this part below the folder of what the steps say.
     pub(super) fn file(&self, name: &str) -> PathBuf {
         self.out.join(format!("{}-{name}", self.part))
@@ -84,29 +64,23 @@ impl<'a> Steps<'a> {
     ) -> Option<String> {
         let begun = Instant::now();
         let left = self.left();
-        let interrupted = self.interrupted.load(Ordering::Relaxed);
-        if interrupted || left.is_zero() {
-            let reason = if interrupted {
-                "not run: interrupted"
-            } else {
-                "not run: the time of this part was over"
-            };
-            self.report.fail(self.part, name, reason);
+        let not_run = match self.interrupted.load(Ordering::Relaxed) {
+            true => Some("not run: interrupted"),
+            false if left.is_zero() => Some("not run: the time of this part was over"),
+            false => None,
+        };
+        if let Some(reason) = not_run {
+            self.enter(name, Err(reason.to_owned()));
             return None;
         }
         let log = self.file(&format!("{name}.log"));
         let verdict = self.finish(&log, left.min(Duration::from_secs(seconds)), commands, judge);
-        let took = begun.elapsed();
-        match verdict {
-            Ok((said, detail)) => {
-                self.report.pass(self.part, name, took, &detail);
-                Some(said)
-            }
-            Err(reason) => {
-                self.report.fail_after(self.part, name, took, &reason);
-                None
-            }
-        }
+        let (said, verdict) = match verdict {
+            Ok((said, detail)) => (Some(said), Ok(detail)),
+            Err(reason) => (None, Err(reason)),
+        };
+        self.enter_after(name, begun.elapsed(), verdict);
+        said
     }
 
     fn finish(
@@ -138,10 +112,7 @@ impl<'a> Steps<'a> {
 
     /// Enters a step whose commands were run elsewhere.
     pub(super) fn enter_after(&mut self, name: &str, took: Duration, verdict: StepResult) {
-        match verdict {
-            Ok(detail) => self.report.pass(self.part, name, took, &detail),
-            Err(reason) => self.report.fail_after(self.part, name, took, &reason),
-        }
+        self.report.enter(self.part, name, took, verdict);
     }
 
     /// Enters a step that cannot run here.

@@ -7,7 +7,7 @@ use serde_json::json;
 
 use super::{
     super::step::{StepResult, Steps},
-    driver::driver_on,
+    driver::{driver_on, figure},
 };
 use crate::stats::median;
 
@@ -40,22 +40,16 @@ impl Turns {
     /// Of what the driver's `turns` prints.
     pub(super) fn read(said: &str) -> Option<Self> {
         let line = said.lines().find(|line| line.starts_with("ok "))?;
-        let of = |name: &str| {
-            let mut words = line.split([' ', ',']).skip_while(|word| *word != name);
-            let number: f64 = words.nth(1)?.parse().ok()?;
-            Some(number).filter(|number| number.is_finite())
+        let pair = |kind: &str| {
+            Some(Pair {
+                one: figure(line, &format!("{kind}_ns"))?,
+                other: figure(line, &format!("other_{kind}_ns"))?,
+                more: figure(line, &format!("{kind}_more_ns"))?,
+            })
         };
         Some(Self {
-            host: Pair {
-                one: of("host_ns")?,
-                other: of("other_host_ns")?,
-                more: of("host_more_ns")?,
-            },
-            device: Pair {
-                one: of("device_ns")?,
-                other: of("other_device_ns")?,
-                more: of("device_more_ns")?,
-            },
+            host: pair("host")?,
+            device: pair("device")?,
         })
     }
 }

@@ -16,7 +16,7 @@ use super::{
     super::step::Steps,
     calls::{self, Turns},
     collector::{Attach, attached, prepared},
-    driver::driver_on,
+    driver::{driver_on, figure},
 };
 use crate::process::{Guarded, log_to, reason};
 
@@ -82,14 +82,9 @@ struct Times {
 
 /// What the driver's `replays` says.
 fn times(said: &str) -> Option<Times> {
-    let of = |name: &str| {
-        let (_, rest) = said.split_once(name)?;
-        let number = rest.split([',', '\n']).next()?.trim().parse().ok()?;
-        Some(number).filter(|number: &f64| number.is_finite())
-    };
     Some(Times {
-        host: of(" host_ns ")?,
-        device: of(" best_device_ns ")?,
+        host: figure(said, "host_ns")?,
+        device: figure(said, "best_device_ns")?,
     })
 }
 

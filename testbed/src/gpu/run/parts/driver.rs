@@ -6,6 +6,9 @@ use anyhow::Result;
 
 use super::super::step::{Steps, says_ok};
 
+/// Variables of a run.
+type Variables<'a> = &'a [(&'a str, &'a str)];
+
 /// `driver LIBRARY` with these words behind.
 pub(super) fn driver(steps: &Steps<'_>, words: &str) -> Command {
     driver_on(steps, &steps.host.library(), words)
@@ -20,16 +23,41 @@ pub(super) fn driver_on(steps: &Steps<'_>, library: &Path, words: &str) -> Comma
     command
 }
 
-fn drive(steps: &mut Steps<'_>, name: &str, seconds: u64, words: &str, variables: &[(&str, &str)]) {
-    let mut command = driver(steps, words);
-    // Streams of ranks that share a GPU wait for each other where they share one of its queues.
-    command.env("CUDA_DEVICE_MAX_CONNECTIONS", "32");
-    command.envs(variables.iter().copied());
-    steps.run(name, seconds, command, says_ok);
+/// The number behind a name in the words that the driver says.
+pub(super) fn figure(said: &str, name: &str) -> Option<f64> {
+    let mut words = said.split([' ', ',', '\n']).skip_while(|word| *word != name);
+    let number: f64 = words.nth(1)?.parse().ok()?;
+    Some(number).filter(|number| number.is_finite())
 }
 
-/// What has contributions pushed, however short they are.
-const PUSHED: &[(&str, &str)] = &[("RINGSIGHT_STRAIGHT_BYTES", "1"), ("RINGSIGHT_PUSH_BYTES", "1")];
+impl Steps<'_> {
+    /// Runs the driver with the words `MODE RANKS KIND …`. The step is called after the mode, unless that is the part's, the ranks and their
+    /// kind; `ending` says what is special.
+    fn drive(&mut self, limits: (usize, u64), words: &str, ending: &str, variables: Variables<'_>) {
+        let mut parts = words.split(' ');
+        let [mode, ranks, kind] = [(); 3].map(|()| parts.next().unwrap_or_default());
+        let mode = Some(mode).filter(|mode| *mode != self.part).unwrap_or_default();
+        let name = format!("{mode}-{ranks}{kind}{ending}");
+        self.drive_as(name.trim_start_matches('-'), limits, words, variables);
+    }
+
+    /// Runs the driver for so many seconds at most. It is skipped where there are fewer GPUs than it needs.
+    fn drive_as(&mut self, name: &str, limits: (usize, u64), words: &str, variables: Variables<'_>) {
+        let (gpus, seconds) = limits;
+        if self.skips_without(name, gpus) {
+            return;
+        }
+        let mut command = driver(self, words);
+        // Streams of ranks that share a GPU wait for each other where they share one of its queues.
+        command.env("CUDA_DEVICE_MAX_CONNECTIONS", "32");
+        command.envs(variables.iter().copied());
+        self.run(name, seconds, command, says_ok);
+    }
+}
+
+/// What has buffers reached straight, however short operations are; and contributions pushed.
+const STRAIGHT: Variables<'_> = &[("RINGSIGHT_STRAIGHT_BYTES", "1")];
+const PUSHED: Variables<'_> = &[("RINGSIGHT_STRAIGHT_BYTES", "1"), ("RINGSIGHT_PUSH_BYTES", "1")];
 
 /// What has copy engines bring what is reduced in windows to who reduces it, in many pieces, however short it is.
 pub(super) const REDUCED_BY_ENGINES: &[(&str, &str)] = &[
@@ -37,161 +65,101 @@ pub(super) const REDUCED_BY_ENGINES: &[(&str, &str)] = &[
     ("RINGSIGHT_ENGINE_PIECE_BYTES", "8192"),
     ("RINGSIGHT_ALGO", "AllReduce:^one_shot"),
 ];
+/// Windows, whose operations copy engines do: what has them so, by the ending of the step's name.
+const BY_ENGINES: [(&str, Variables<'_>); 2] = [
+    ("", &[("NCCL_CTA_POLICY", "2")]),
+    ("-reduces", REDUCED_BY_ENGINES),
+];
 
 /// Ranks beyond the GPUs share them.
 pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
-    let small: &[(&str, &str)] = &[("NCCL_BUFFSIZE", "65536"), ("NCCL_MIN_CTAS", "8")];
-    drive(steps, "1t", 40, "check 1 t 16777216", &[]);
-    drive(steps, "2t", 40, "check 2 t 33554432", &[]);
-    drive(
-        steps,
-        "2t-host-memory",
-        40,
-        "check 2 t 8388608",
-        &[("NCCL_P2P_DISABLE", "1")],
-    );
-    drive(steps, "2t-small-slots", 40, "check 2 t 8388608", small);
-    drive(steps, "3t", 40, "check 3 t 16777216", &[]);
-    drive(steps, "4t", 40, "check 4 t 33554432", &[]);
-    drive(
-        steps,
-        "4t-one-gpu",
-        40,
-        "check 4 t 8388608",
-        &[("CUDA_VISIBLE_DEVICES", "0")],
-    );
-    drive(steps, "bits-4t", 60, "bits 4 t 67108864", &[]);
-    drive(steps, "bits-4t-push", 60, "bits 4 t 67108864", PUSHED);
+    let one = &[("CUDA_VISIBLE_DEVICES", "0")];
+    let small: Variables<'_> = &[("NCCL_BUFFSIZE", "65536"), ("NCCL_MIN_CTAS", "8")];
+    let host_memory = &[("NCCL_P2P_DISABLE", "1")];
+    steps.drive((1, 40), "check 1 t 16777216", "", &[]);
+    steps.drive((1, 40), "check 2 t 33554432", "", &[]);
+    steps.drive((1, 40), "check 2 t 8388608", "-host-memory", host_memory);
+    steps.drive((1, 40), "check 2 t 8388608", "-small-slots", small);
+    steps.drive((1, 40), "check 3 t 16777216", "", &[]);
+    steps.drive((1, 40), "check 4 t 33554432", "", &[]);
+    steps.drive((1, 40), "check 4 t 8388608", "-one-gpu", one);
     let ring = &[("RINGSIGHT_ALGO", "ring")];
-    drive(steps, "bits-4t-ring", 60, "bits 4 t 67108864", ring);
-    drive(steps, "random-2t", 60, "random 2 t 100", &[]);
-    drive(steps, "random-2p", 60, "random 2 p 100", &[]);
-    drive(steps, "random-4t", 60, "random 4 t 60", &[]);
-    for (ranks, kind) in [(2, "t"), (2, "p"), (4, "t")] {
-        drive(
-            steps,
-            &format!("streams-{ranks}{kind}"),
-            30,
-            &format!("streams {ranks} {kind}"),
-            &[],
-        );
+    for (ending, variables) in [("", &[][..]), ("-push", PUSHED), ("-ring", ring)] {
+        steps.drive((1, 60), "bits 4 t 67108864", ending, variables);
+    }
+    for words in ["random 2 t 100", "random 2 p 100", "random 4 t 60"] {
+        steps.drive((1, 60), words, "", &[]);
+    }
+    for words in ["streams 2 t", "streams 2 p", "streams 4 t"] {
+        steps.drive((1, 30), words, "", &[]);
     }
     for kind in ["t", "p"] {
-        for (graphs, ending) in [("1", ""), ("0", "-kernels")] {
+        for (graphs, ending) in [("1", "-one-gpu"), ("0", "-one-gpu-kernels")] {
             let variables = [("GPUS", "00"), ("RINGSIGHT_GRAPH_LAUNCH", graphs)];
             // The first tells which call it is, should the second hang.
-            for (mode, limit) in [("held", 60), ("streams", 30)] {
-                let name = format!("{mode}-2{kind}-one-gpu{ending}");
-                drive(steps, &name, limit, &format!("{mode} 2 {kind}"), &variables);
-            }
+            steps.drive((1, 60), &format!("held 2 {kind}"), ending, &variables);
+            steps.drive((1, 30), &format!("streams 2 {kind}"), ending, &variables);
         }
     }
-    drive(steps, "2p", 60, "check 2 p 8388608", &[]);
-    if !steps.skips_without("4p", 2) {
-        drive(steps, "4p", 60, "check 4 p 8388608", &[]);
-    }
+    steps.drive((1, 60), "check 2 p 8388608", "", &[]);
+    steps.drive((2, 60), "check 4 p 8388608", "", &[]);
     // In another order, and by processes that do not see each other's GPU.
-    for (name, words, variable) in [
-        ("2t-reversed", "check 2 t 8388608", ("GPUS", "10")),
-        ("2p-reversed", "check 2 p 8388608", ("GPUS", "10")),
-        ("2p-one-each", "check 2 p 8388608", ("ONE_EACH", "1")),
-    ] {
-        if !steps.skips_without(name, 2) {
-            drive(steps, name, 60, words, &[variable]);
-        }
-    }
-    // Windows, whose operations copy engines do, eager and replayed.
-    let engines: &[(&str, &str)] = &[("NCCL_CTA_POLICY", "2")];
+    let reversed = &[("GPUS", "10")];
+    steps.drive((2, 60), "check 2 t 8388608", "-reversed", reversed);
+    steps.drive((2, 60), "check 2 p 8388608", "-reversed", reversed);
+    steps.drive((2, 60), "check 2 p 8388608", "-one-each", &[("ONE_EACH", "1")]);
+    // Eager and replayed.
     for (ranks, kind) in [(2, "t"), (2, "p"), (4, "t"), (4, "p"), (8, "t")] {
-        for (way, variables) in [("", engines), ("-reduces", REDUCED_BY_ENGINES)] {
-            let name = format!("windows-{ranks}{kind}{way}");
-            if !steps.skips_without(&name, ranks) {
-                drive(steps, &name, 60, &format!("windows {ranks} {kind}"), variables);
-            }
+        for (ending, variables) in BY_ENGINES {
+            let words = format!("windows {ranks} {kind}");
+            steps.drive((ranks, 60), &words, ending, variables);
         }
     }
-    for kind in ["t", "p"] {
-        for (mode, way, variables) in [
-            ("promise", "", engines),
-            ("promise", "-reduces", REDUCED_BY_ENGINES),
-            ("alone", "", engines),
-            ("alone", "-reduces", REDUCED_BY_ENGINES),
-        ] {
-            let words = format!("{mode} 2 {kind}");
-            drive(steps, &format!("{mode}-2{kind}{way}"), 30, &words, variables);
+    for words in ["promise 2 t", "alone 2 t", "promise 2 p", "alone 2 p"] {
+        for (ending, variables) in BY_ENGINES {
+            steps.drive((1, 30), words, ending, variables);
         }
     }
-    if !steps.skips_without("8t", 4) {
-        drive(steps, "8t", 80, "check 8 t 8388608", &[]);
-        drive(steps, "random-8t", 80, "random 8 t 30", &[]);
-    }
+    steps.drive((4, 80), "check 8 t 8388608", "", &[]);
+    steps.drive((4, 80), "random 8 t 30", "", &[]);
     Ok(())
 }
 
 /// Buffers that other processes map while they come and go.
 pub(super) fn buffers(steps: &mut Steps<'_>) -> Result<()> {
-    let straight: &[(&str, &str)] = &[("RINGSIGHT_STRAIGHT_BYTES", "1")];
     for ranks in [2, 4] {
-        if steps.skips_without(&format!("{ranks}p"), ranks) {
-            continue;
-        }
-        for (name, variables) in [("", straight), ("-push", PUSHED)] {
+        for (ending, variables) in [("", STRAIGHT), ("-push", PUSHED)] {
             for mode in ["remap", "pieces"] {
-                drive(
-                    steps,
-                    &format!("{mode}-{ranks}p{name}"),
-                    60,
-                    &format!("{mode} {ranks} p 33554432"),
-                    variables,
-                );
+                let words = format!("{mode} {ranks} p 33554432");
+                steps.drive((ranks, 60), &words, ending, variables);
             }
         }
-        drive(
-            steps,
-            &format!("check-{ranks}p"),
-            60,
-            &format!("check {ranks} p 8388608"),
-            straight,
-        );
+        let words = format!("check {ranks} p 8388608");
+        steps.drive((ranks, 60), &words, "", STRAIGHT);
     }
     Ok(())
 }
 
 pub(super) fn graph(steps: &mut Steps<'_>) -> Result<()> {
-    drive(steps, "2t", 30, "graph 2 t", &[]);
-    drive(steps, "4t", 30, "graph 4 t", &[]);
-    drive(steps, "2p", 40, "graph 2 p", &[]);
-    drive(steps, "beside-2t", 20, "beside 2 t", &[]);
-    drive(steps, "beside-2p", 20, "beside 2 p", &[]);
-    if !steps.skips_without("4p", 4) {
-        drive(steps, "4p", 40, "graph 4 p", &[]);
-    }
+    steps.drive((1, 30), "graph 2 t", "", &[]);
+    steps.drive((1, 30), "graph 4 t", "", &[]);
+    steps.drive((1, 40), "graph 2 p", "", &[]);
+    steps.drive((1, 20), "beside 2 t", "", &[]);
+    steps.drive((1, 20), "beside 2 p", "", &[]);
+    steps.drive((4, 40), "graph 4 p", "", &[]);
     Ok(())
 }
 
 pub(super) fn abort(steps: &mut Steps<'_>) -> Result<()> {
-    drive(steps, "2t", 20, "abort 2 t", &[]);
-    drive(steps, "2p", 30, "abort 2 p", &[]);
-    for kind in ["t", "p", "n"] {
-        drive(
-            steps,
-            &format!("released-2{kind}"),
-            40,
-            &format!("released 2 {kind}"),
-            &[],
-        );
+    steps.drive((1, 20), "abort 2 t", "", &[]);
+    steps.drive((1, 30), "abort 2 p", "", &[]);
+    for words in ["released 2 t", "released 2 p", "released 2 n"] {
+        steps.drive((1, 40), words, "", &[]);
     }
     // In steps, so that no other device reads what there is not.
-    let lines = [("RINGSIGHT_STRAIGHT_BYTES", "18446744073709551615")];
-    for kind in ["t", "p"] {
-        drive(
-            steps,
-            &format!("fault-3{kind}"),
-            30,
-            &format!("fault 3 {kind}"),
-            &lines,
-        );
-    }
+    let lines = &[("RINGSIGHT_STRAIGHT_BYTES", "18446744073709551615")];
+    steps.drive((1, 30), "fault 3 t", "", lines);
+    steps.drive((1, 30), "fault 3 p", "", lines);
     // What the ranks differ in.
     let different = [
         "type",
@@ -207,22 +175,25 @@ pub(super) fn abort(steps: &mut Steps<'_>) -> Result<()> {
     ];
     for (number, what) in different.iter().enumerate() {
         for kind in ["t", "p"] {
-            let name = format!("differ-{what}-2{kind}");
-            drive(steps, &name, 30, &format!("differ 2 {kind} {number}"), &[]);
+            let (name, words) = (
+                format!("differ-{what}-2{kind}"),
+                format!("differ 2 {kind} {number}"),
+            );
+            steps.drive_as(&name, (1, 30), &words, &[]);
         }
     }
-    drive(steps, "death-2p", 30, "death 2 p", &[]);
-    drive(steps, "refuse-2t", 30, "refuse 2 t", &[]);
-    drive(steps, "refuse-2p", 30, "refuse 2 p", &[]);
+    for words in ["death 2 p", "refuse 2 t", "refuse 2 p"] {
+        steps.drive((1, 30), words, "", &[]);
+    }
     Ok(())
 }
 
 /// Ranks on nodes of their own: between them data is staged in host memory and goes over sockets.
 pub(super) fn nodes(steps: &mut Steps<'_>) -> Result<()> {
-    drive(steps, "check-2n", 80, "check 2 n 8388608", &[]);
-    drive(steps, "random-2n", 60, "random 2 n 60", &[]);
-    drive(steps, "graph-2n", 40, "graph 2 n", &[]);
-    drive(steps, "abort-2n", 30, "abort 2 n", &[]);
-    drive(steps, "death-2n", 30, "death 2 n", &[]);
+    steps.drive((1, 80), "check 2 n 8388608", "", &[]);
+    steps.drive((1, 60), "random 2 n 60", "", &[]);
+    steps.drive((1, 40), "graph 2 n", "", &[]);
+    steps.drive((1, 30), "abort 2 n", "", &[]);
+    steps.drive((1, 30), "death 2 n", "", &[]);
     Ok(())
 }

@@ -96,7 +96,7 @@ pub(super) const PARTS: &[Part] = &[
         name: "events",
         about: "the same faults, seen through CUDA events",
         lacks: one_gpu,
-        run: watchdog::by_events,
+        run: |steps| watchdog::faults(steps, "events"),
     },
     Part {
         name: "torch",
@@ -117,13 +117,13 @@ pub(super) const PARTS: &[Part] = &[
         name: "nccl-tests",
         about: "its nine programs on two GPUs, every result checked",
         lacks: |host| gpus_and_nccl_tests(host, 2),
-        run: nccl_tests::check,
+        run: |steps| nccl_tests::check(steps, 2),
     },
     Part {
         name: "nccl-tests-4",
         about: "the same on four",
         lacks: |host| gpus_and_nccl_tests(host, 4),
-        run: nccl_tests::check_four,
+        run: |steps| nccl_tests::check(steps, 4),
     },
     Part {
         name: "nccl-tests-long",
@@ -135,13 +135,13 @@ pub(super) const PARTS: &[Part] = &[
         name: "perf",
         about: "what a call costs, and nccl-tests' times on two GPUs, ours and NCCL's, with the goals",
         lacks: |host| gpus_and_both_libraries(host, 2),
-        run: nccl_tests::perf,
+        run: |steps| nccl_tests::call(steps).and_then(|()| nccl_tests::times(steps, 2)),
     },
     Part {
         name: "perf-4",
         about: "nccl-tests' times on four",
         lacks: |host| gpus_and_both_libraries(host, 4),
-        run: nccl_tests::perf_four,
+        run: |steps| nccl_tests::times(steps, 4),
     },
     Part {
         name: "cost",
@@ -172,13 +172,13 @@ pub(super) const PARTS: &[Part] = &[
         about: "compute-sanitizer's memcheck and racecheck on small sizes, of two ranks",
         // A GPU runs one kernel at a time under it, and those of ranks that share one wait for each other.
         lacks: |host| host.lacks_gpus(2).or_else(|| host.sanitizer().err()),
-        run: sanitizer::two,
+        run: |steps| sanitizer::run(steps, 2),
     },
     Part {
         name: "sanitizer-4",
         about: "the same of four",
         lacks: |host| host.lacks_gpus(4).or_else(|| host.sanitizer().err()),
-        run: sanitizer::four,
+        run: |steps| sanitizer::run(steps, 4),
     },
     Part {
         name: "pause",

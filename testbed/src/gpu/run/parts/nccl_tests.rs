@@ -34,14 +34,6 @@ const FEW: &str = "-c 1 -w 1 -n 2";
 /// The same of lengths to the largest, where the send buffer, the receive buffer and what is expected of it are 4 GiB each.
 const TO_LONGEST: &str = "-e 4G -f 2 -c 1 -w 0 -n 1";
 
-pub(super) fn check(steps: &mut Steps<'_>) -> Result<()> {
-    check_on(steps, 2)
-}
-
-pub(super) fn check_four(steps: &mut Steps<'_>) -> Result<()> {
-    check_on(steps, 4)
-}
-
 /// Ends the names of runs in which copy engines do all that they can.
 const BY_ENGINES: &str = "R2-engines";
 
@@ -124,7 +116,8 @@ fn long_checks(gpus: usize) -> Vec<(String, String)> {
     .into()
 }
 
-fn check_on(steps: &mut Steps<'_>, gpus: usize) -> Result<()> {
+/// Every operation on so many GPUs.
+pub(super) fn check(steps: &mut Steps<'_>, gpus: usize) -> Result<()> {
     run_all(steps, |operation| checks(operation, gpus))
 }
 
@@ -175,17 +168,14 @@ fn differs(operation: &str, registered: u32, by_engines: bool, is_ours: bool) ->
     }
 }
 
-pub(super) fn perf(steps: &mut Steps<'_>) -> Result<()> {
+/// What a call costs.
+pub(super) fn call(steps: &mut Steps<'_>) -> Result<()> {
     let stock = steps.host.stock().map_err(|reason| anyhow!(reason))?;
-    super::calls::run(steps, &steps.host.library(), stock)?;
-    times(steps, 2)
+    super::calls::run(steps, &steps.host.library(), stock)
 }
 
-pub(super) fn perf_four(steps: &mut Steps<'_>) -> Result<()> {
-    times(steps, 4)
-}
-
-fn times(steps: &mut Steps<'_>, gpus: usize) -> Result<()> {
+/// Times on so many GPUs, ours and NCCL's.
+pub(super) fn times(steps: &mut Steps<'_>, gpus: usize) -> Result<()> {
     let ours = steps.host.bundle.join("lib");
     let stock = steps.host.stock().map_err(|reason| anyhow!(reason))?;
     let stock = stock

@@ -124,22 +124,16 @@ fn command(host: &GpuHost, sanitizer: &Path, check: &Check, ranks: usize) -> Com
     command
 }
 
-fn run(steps: &mut Steps<'_>, ranks: usize, besides: &[Check]) -> Result<()> {
+/// Its checks of so many ranks.
+pub(super) fn run(steps: &mut Steps<'_>, ranks: usize) -> Result<()> {
     let sanitizer = steps.host.sanitizer().map_err(|reason| anyhow!(reason))?;
+    let besides = if ranks == 4 { FOUR } else { &[] };
     for check in ALL.iter().chain(besides) {
         let command = command(steps.host, &sanitizer, check, ranks);
         let name = format!("{}-{}", check.tool, check.name);
         steps.run(&name, 115, command, clean);
     }
     Ok(())
-}
-
-pub(super) fn two(steps: &mut Steps<'_>) -> Result<()> {
-    run(steps, 2, &[])
-}
-
-pub(super) fn four(steps: &mut Steps<'_>) -> Result<()> {
-    run(steps, 4, FOUR)
 }
 
 #[cfg(test)]

@@ -88,7 +88,7 @@ fn reported(said: &str) -> StepResult {
 }
 
 /// Slow ranks, and faults of every case, as this source tells of them.
-fn faults(steps: &mut Steps<'_>, source: &str) -> Result<()> {
+pub(super) fn faults(steps: &mut Steps<'_>, source: &str) -> Result<()> {
     // Rounds in which something is wrong leave there what their ranks wrote.
     let folder = steps.file("faults");
     fs::create_dir_all(&folder)?;
@@ -112,10 +112,6 @@ fn faults(steps: &mut Steps<'_>, source: &str) -> Result<()> {
         .arg(steps.file("faults.jsonl"));
     steps.run("faults", 440, command, |said| summary(said, matrix));
     Ok(())
-}
-
-pub(super) fn by_events(steps: &mut Steps<'_>) -> Result<()> {
-    faults(steps, "events")
 }
 
 /// What is soon over comes first: the faults may take all of the part's time.
