@@ -13,6 +13,7 @@
 //! | [`machine`] | the cache of tools, Debian's packages, rights |
 //! | [`backend`] | Jaeger as a child, and HTTP to it |
 //! | `nccl` | the library, loaded and called through its C ABI |
+//! | `otlp` | lines of OTLP JSON |
 //! | `ranks` | ranks as child processes that answer line by line |
 //! | [`vm`] | guests: virtual machines that run a program |
 //! | [`demo`] | a training job, its ground truth, and the judge of its traces |
@@ -39,6 +40,7 @@ pub mod faults;
 pub mod gpu;
 pub mod machine;
 mod nccl;
+mod otlp;
 pub mod process;
 mod random;
 mod ranks;

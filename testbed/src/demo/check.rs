@@ -303,7 +303,7 @@ fn check_spans(
         .map(|truth| (truth.sent.len() + truth.received.len()) as u64)
         .sum();
     let operations = collectives + messages;
-    let spans = |kind: &str| summary.spans.get(kind).copied().unwrap_or(0);
+    let spans = |kind: &str| summary.spans_of(kind);
     let roots = truths.first().map_or(0, |truth| truth.collectives.len()) as u64 + messages / 2;
     problems.expect(spans("root") == roots, || {
         format!("{} root spans for {roots} operations", spans("root"))

@@ -101,12 +101,6 @@ impl Collector {
     /// # Errors
     /// What it wrote, if it fails or does not end within `limit`.
     pub fn finish(&mut self, limit: Duration) -> Result<Summary> {
-        serde_json::from_value(self.finish_raw(limit)?)
-            .with_context(|| format!("{} is no summary", self.summary.display()))
-    }
-
-    /// As [`Self::finish`], with all that the summary says.
-    pub(crate) fn finish_raw(&mut self, limit: Duration) -> Result<serde_json::Value> {
         let status = match self.process.wait(limit) {
             Ok(status) => status,
             Err(error) => {
@@ -122,7 +116,7 @@ impl Collector {
             );
         }
         let text = fs::read_to_string(&self.summary)?;
-        serde_json::from_str(&text).with_context(|| format!("{} is no JSON", self.summary.display()))
+        serde_json::from_str(&text).with_context(|| format!("{} is no summary", self.summary.display()))
     }
 
     /// Asks it to let go of its targets, then as [`Collector::finish`].

@@ -9,6 +9,8 @@ use anyhow::{Context, Result};
 use fs_err as fs;
 use serde_json::Value;
 
+use crate::otlp::{self, list};
+
 /// A span of an OTLP JSON file.
 #[derive(Clone, Debug)]
 pub struct Span(Value);
@@ -27,27 +29,22 @@ impl Span {
         self.text(key).parse().unwrap_or_default()
     }
 
-    fn events(&self) -> &[Value] {
-        self.0["events"].as_array().map_or(&[], Vec::as_slice)
+    fn events(&self) -> impl Iterator<Item = &Value> {
+        list(&self.0, "events")
     }
 
     fn links(&self) -> impl Iterator<Item = &str> {
-        let links = self.0["links"].as_array().into_iter().flatten();
-        links.filter_map(|link| link["spanId"].as_str())
+        list(&self.0, "links").filter_map(|link| link["spanId"].as_str())
     }
 
     fn attribute(&self, key: &str) -> Option<String> {
-        attribute(&self.0, key)
+        text(&self.0, key)
     }
 }
 
 /// An attribute of a span or an event, as text.
-fn attribute(holder: &Value, key: &str) -> Option<String> {
-    let value = &holder["attributes"]
-        .as_array()?
-        .iter()
-        .find(|known| known["key"] == key)?["value"];
-    let value = value.as_object()?.values().next()?;
+fn text(holder: &Value, key: &str) -> Option<String> {
+    let value = otlp::attribute(holder, key)?;
     Some(value.as_str().map_or_else(|| value.to_string(), str::to_owned))
 }
 
@@ -60,12 +57,7 @@ pub fn read(file: &Path) -> Result<Vec<Span>> {
     let mut spans = Vec::new();
     for line in text.lines() {
         let line: Value = serde_json::from_str(line).with_context(|| file.display().to_string())?;
-        let inner = |value: &Value, key: &str| value[key].as_array().cloned().unwrap_or_default();
-        for resource in inner(&line, "resourceSpans") {
-            for scope in inner(&resource, "scopeSpans") {
-                spans.extend(inner(&scope, "spans").into_iter().map(Span));
-            }
-        }
+        spans.extend(otlp::spans(&line).map(|(_, span)| Span(span.clone())));
     }
     Ok(spans)
 }
@@ -100,8 +92,7 @@ pub fn look(spans: &[Span]) -> (Vec<String>, Vec<String>) {
         ));
         replayed += number("ccl.failover.replayed.size");
         for event in span.events() {
-            let say =
-                |key: &str, before: &str| self::attribute(event, key).map(|text| format!("{before}{text}"));
+            let say = |key: &str, before: &str| text(event, key).map(|text| format!("{before}{text}"));
             let told = [
                 say("rdma.device.name", " "),
                 say("ccl.network.port", ", port number "),
@@ -113,11 +104,8 @@ pub fn look(spans: &[Span]) -> (Vec<String>, Vec<String>) {
                 told.into_iter().flatten().collect::<String>()
             ));
         }
-        let names: Vec<&str> = span
-            .events()
-            .iter()
-            .filter_map(|event| event["name"].as_str())
-            .collect();
+        let names = span.events().filter_map(|event| event["name"].as_str());
+        let names: Vec<&str> = names.collect();
         let place = |name| names.iter().position(|known| *known == name);
         let order = ["path_broken", "path_switched", "path_recovered", "failed_back"].map(place);
         miss(
@@ -131,16 +119,15 @@ pub fn look(spans: &[Span]) -> (Vec<String>, Vec<String>) {
         );
         miss(
             "a failover names no device",
-            !span.events().iter().any(|event| {
-                self::attribute(event, "rdma.device.name")
+            !span.events().any(|event| {
+                text(event, "rdma.device.name")
                     .is_some_and(|name| name.starts_with("hca") || name.starts_with("peer"))
             }),
         );
         miss(
             "an event of a failover has no queue pair or port",
-            span.events().iter().any(|event| {
-                self::attribute(event, "rdma.qp.number").is_none()
-                    || self::attribute(event, "ccl.network.port").is_none()
+            span.events().any(|event| {
+                text(event, "rdma.qp.number").is_none() || text(event, "ccl.network.port").is_none()
             }),
         );
         let waited: Vec<_> = span.links().filter_map(|id| by_id.get(id)).collect();

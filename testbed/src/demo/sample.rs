@@ -82,6 +82,7 @@ pub(super) fn run() -> (Vec<Truth>, Summary) {
                     api_start_ns: truth.collectives[index].called_ns + 1_000,
                     device_start_ns: truth.collectives[index].arrived_ns,
                     device_end_ns: truth.collectives[index].arrived_ns + MS,
+                    ..RankPart::default()
                 })
                 .collect(),
             ..Operation::default()

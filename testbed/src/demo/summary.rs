@@ -22,6 +22,8 @@ pub struct Summary {
     /// Events of the time between an earlier collector and this one that it never saw.
     #[serde(default)]
     pub missed: u64,
+    /// Starts and ends of operations that devices overwrote before they were read.
+    pub(crate) device_events_overwritten: u64,
     /// Operations that had not ended.
     pub unfinished: u64,
     /// What attaching took.
@@ -84,7 +86,7 @@ pub struct Culprit {
 }
 
 /// One rank's part. Times are Unix nanoseconds.
-#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, Deserialize)]
 pub struct RankPart {
     /// Rank.
     pub rank: u32,
@@ -96,6 +98,8 @@ pub struct RankPart {
     pub(crate) device_start_ns: u64,
     /// Finished on the device.
     pub(crate) device_end_ns: u64,
+    /// Whose times these are: `device` or `host`.
+    pub(crate) timing_source: String,
 }
 
 /// All operations of one name.
@@ -116,23 +120,18 @@ pub(crate) struct Row {
 impl Operation {
     /// From the first rank's arrival to the last rank's end, nanoseconds.
     pub(crate) fn duration_ns(&self) -> u64 {
-        let start = self
-            .by_rank
-            .iter()
-            .map(|part| part.device_start_ns)
-            .min()
-            .unwrap_or(0);
-        let end = self
-            .by_rank
-            .iter()
-            .map(|part| part.device_end_ns)
-            .max()
-            .unwrap_or(0);
-        end.saturating_sub(start)
+        let start = self.by_rank.iter().map(|part| part.device_start_ns).min();
+        let end = self.by_rank.iter().map(|part| part.device_end_ns).max();
+        end.unwrap_or(0).saturating_sub(start.unwrap_or(0))
     }
 }
 
 impl Summary {
+    /// Spans of a kind.
+    pub(crate) fn spans_of(&self, kind: &str) -> u64 {
+        self.spans.get(kind).copied().unwrap_or(0)
+    }
+
     /// Collectives in the order in which they were called.
     #[must_use]
     pub fn collectives(&self) -> Vec<&Operation> {

@@ -140,6 +140,11 @@ impl Steps<'_> {
     }
 }
 
+/// A detail if all is well, else a reason.
+pub(super) fn verdict_of(is_well: bool, text: String) -> StepResult {
+    if is_well { Ok(text) } else { Err(text) }
+}
+
 /// The judgement of programs that say themselves how it went, in lines that begin with "ok" or hold "FAILED"; the last that
 /// says ok is the detail. Others, of libraries, may come after it.
 pub(super) fn says_ok(said: &str) -> StepResult {

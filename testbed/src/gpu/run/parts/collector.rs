@@ -7,19 +7,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, bail, ensure};
-use fs_err as fs;
-use serde_json::Value;
-
 use super::{
-    super::step::{StepResult, Steps},
+    super::step::{StepResult, Steps, verdict_of},
     driver::driver,
     torch::{self, Library},
 };
 use crate::{
-    demo::collector::Collector,
+    demo::{
+        collector::Collector,
+        summary::{RankPart, Summary},
+    },
     process::{self, Guarded},
 };
+use anyhow::{Context, Result, bail, ensure};
+use fs_err as fs;
 
 /// Operations of the driver's `watch` mode: eager ones, and captured ones, each in so many replays.
 const WATCH: Job = Job {
@@ -147,7 +148,7 @@ pub(super) fn run(steps: &mut Steps<'_>) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn judged(ended: Result<Value>, judge: impl FnOnce(&Value) -> StepResult) -> StepResult {
+pub(super) fn judged(ended: Result<Summary>, judge: impl FnOnce(&Summary) -> StepResult) -> StepResult {
     ended
         .map_err(|error| format!("{error:#}"))
         .and_then(|summary| judge(&summary))
@@ -168,7 +169,7 @@ pub(super) fn attached(
     commands: Vec<Command>,
     attach: Attach,
     options: &[&str],
-) -> Result<Value> {
+) -> Result<Summary> {
     let summary = seen(steps, folder, commands, attach, options);
     // Megabytes that nobody reads.
     let _ = fs::remove_file(folder.join(SPANS));
@@ -185,7 +186,7 @@ pub(super) fn seen(
     commands: Vec<Command>,
     attach: Attach,
     options: &[&str],
-) -> Result<Value> {
+) -> Result<Summary> {
     // Whoever starts the ranks has to end them.
     let end_signal = match attach {
         Attach::Named => libc::SIGTERM,
@@ -232,97 +233,82 @@ pub(super) fn seen(
             bail!("{}: {}", process.name(), process::reason(status));
         }
     }
-    collector.finish_raw(Duration::from_secs(60))
-}
-
-pub(super) fn number(value: &Value) -> Result<u64, String> {
-    value
-        .as_u64()
-        .ok_or_else(|| "the summary cannot be read".to_owned())
+    collector.finish(Duration::from_secs(60))
 }
 
 /// Whether every operation was seen, and whole.
-fn complete(summary: &Value, wanted: u64) -> StepResult {
-    let (roots, lost) = (number(&summary["spans"]["root"])?, number(&summary["lost"])?);
-    let unfinished = number(&summary["unfinished"])?;
-    let overwritten = number(&summary["device_events_overwritten"])?;
+fn complete(summary: &Summary, wanted: u64) -> StepResult {
+    let (roots, lost, unfinished) = (summary.spans_of("root"), summary.lost, summary.unfinished);
+    let overwritten = summary.device_events_overwritten;
     let text = format!(
         "{roots} of {wanted} operations, {lost} events lost, {overwritten} overwritten on devices, {unfinished} not ended"
     );
-    if roots == wanted && lost == 0 && overwritten == 0 && unfinished == 0 {
-        Ok(text)
-    } else {
-        Err(text)
-    }
+    verdict_of(
+        roots == wanted && lost == 0 && overwritten == 0 && unfinished == 0,
+        text,
+    )
 }
 
 /// Whether each captured operation has an operation of its own for every replay, and these and eager ones have the times of all ranks' devices.
-fn replayed(summary: &Value, job: &Job) -> StepResult {
-    let rows = summary["operations"]
-        .as_array()
-        .ok_or("the summary cannot be read")?;
-    let mut replays: BTreeMap<(&str, u64), BTreeSet<u64>> = BTreeMap::new();
-    let mut untimed = 0_u64;
-    for row in rows {
-        let replay = number(&row["replay"])?;
-        let communicator = row["communicator"].as_str().unwrap_or_default();
-        if replay != 0 {
-            let captured = replays.entry((communicator, number(&row["sequence"])?));
-            captured.or_default().insert(replay);
+fn replayed(summary: &Summary, job: &Job) -> StepResult {
+    let mut replays: BTreeMap<(String, u64), BTreeSet<u32>> = BTreeMap::new();
+    let mut untimed = 0;
+    for row in &summary.operations {
+        if row.replay != 0 {
+            let captured = replays.entry((row.communicator.to_string(), row.sequence));
+            captured.or_default().insert(row.replay);
         }
-        let ranks = row["by_rank"].as_array().map_or(&[][..], Vec::as_slice);
-        let mut timed = ranks.len() == RANKS && row["complete"] == true;
-        for rank in ranks {
-            let (start, end) = (number(&rank["device_start_ns"])?, number(&rank["device_end_ns"])?);
-            timed &= start != 0 && end >= start && rank["timing_source"] == "device";
-        }
+        let is_timed = |part: &RankPart| {
+            part.device_start_ns != 0
+                && part.device_end_ns >= part.device_start_ns
+                && part.timing_source == "device"
+        };
+        let timed = row.by_rank.len() == RANKS && row.complete && row.by_rank.iter().all(is_timed);
         untimed += u64::from(!timed);
     }
-    let whole = |seen: &BTreeSet<u64>| seen.len() == job.replays;
+    let whole = replays.values().filter(|seen| seen.len() == job.replays).count();
     let text = format!(
-        "{} of {} captured operations in each of {} replays, {untimed} of all without devices' times",
-        replays.values().filter(|seen| whole(seen)).count(),
-        job.captured,
-        job.replays
+        "{whole} of {} captured operations in each of {} replays, {untimed} of all without devices' times",
+        job.captured, job.replays
     );
-    if untimed == 0 && replays.len() == job.captured && replays.values().all(whole) {
-        Ok(text)
-    } else {
-        Err(text)
-    }
+    verdict_of(
+        untimed == 0 && replays.len() == job.captured && whole == job.captured,
+        text,
+    )
 }
 
 /// Whether every call on a library without probes was seen.
-fn calls(summary: &Value, wanted: u64) -> StepResult {
-    let (seen, lost) = (number(&summary["spans"]["host_call"])?, number(&summary["lost"])?);
+fn calls(summary: &Summary, wanted: u64) -> StepResult {
+    let (seen, lost) = (summary.spans_of("host_call"), summary.lost);
     let text = format!("{seen} of {wanted} calls timed by the host, {lost} events lost");
-    if seen == wanted && lost == 0 {
-        Ok(text)
-    } else {
-        Err(text)
-    }
+    verdict_of(seen == wanted && lost == 0, text)
 }
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
+    use crate::demo::summary::Operation;
 
     #[test]
     fn every_operation_must_be_there() {
-        let summary = |roots: u64, lost: u64| json!({"spans": {"root": roots, "host_call": roots}, "lost": lost, "unfinished": 0, "device_events_overwritten": 0});
+        let summary = |count: u64, lost: u64| Summary {
+            spans: [("root", count), ("host_call", count)]
+                .map(|(kind, count)| (kind.to_owned(), count))
+                .into(),
+            lost,
+            ..Summary::default()
+        };
         assert!(complete(&summary(500, 0), 500).is_ok());
         assert!(complete(&summary(499, 0), 500).is_err());
         assert!(complete(&summary(500, 1), 500).is_err());
-        assert!(complete(&json!({}), 500).is_err());
-        let mut overwritten = summary(500, 0);
-        overwritten["device_events_overwritten"] = json!(1);
+        let overwritten = Summary {
+            device_events_overwritten: 1,
+            ..summary(500, 0)
+        };
         let text = complete(&overwritten, 500).unwrap_err();
         assert!(text.contains("1 overwritten"), "{text}");
         assert!(calls(&summary(200, 0), 200).is_ok());
         assert!(calls(&summary(201, 0), 200).is_err());
-        assert!(calls(&json!({"spans": {"root": 1}, "lost": 0}), 0).is_err());
     }
 
     #[test]
@@ -332,42 +318,44 @@ mod tests {
             captured: 2,
             replays: 3,
         };
-        let row = |sequence: u64, replay: u64, end: u64| {
-            let rank = json!({"device_start_ns": 5, "device_end_ns": end, "timing_source": "device"});
-            json!({
-                "communicator": "c", "sequence": sequence, "replay": replay, "complete": true, "by_rank": [rank, rank],
-            })
+        let row = |sequence: u64, replay: u32, end: u64| {
+            let part = RankPart {
+                device_start_ns: 5,
+                device_end_ns: end,
+                timing_source: "device".to_owned(),
+                ..RankPart::default()
+            };
+            Operation {
+                sequence,
+                replay,
+                complete: true,
+                by_rank: vec![part.clone(), part],
+                ..Operation::default()
+            }
         };
         let mut rows = vec![row(9, 0, 7)];
-        rows.extend(
-            [1, 2]
-                .iter()
-                .flat_map(|sequence| [1, 2, 3].map(|replay| row(*sequence, replay, 7))),
-        );
-        let judge = |rows: &[Value]| replayed(&json!({ "operations": rows }), &job);
-        assert!(judge(&rows).unwrap().starts_with("2 of 2 captured"));
-        assert!(judge(&rows[..6]).unwrap_err().starts_with("1 of 2 captured"));
+        for sequence in [1, 2] {
+            rows.extend([1, 2, 3].map(|replay| row(sequence, replay, 7)));
+        }
+        let judge = |change: &dyn Fn(&mut Vec<Operation>)| {
+            let mut operations = rows.clone();
+            change(&mut operations);
+            let summary = Summary {
+                operations,
+                ..Summary::default()
+            };
+            replayed(&summary, &job)
+        };
+        assert!(judge(&|_| {}).unwrap().starts_with("2 of 2 captured"));
+        let less = judge(&|rows| rows.truncate(6)).unwrap_err();
+        assert!(less.starts_with("1 of 2 captured"), "{less}");
         // Twice the same is not two.
-        let mut twice = rows.clone();
-        twice[6] = row(2, 2, 7);
-        assert!(judge(&twice).is_err());
-        let mut untimed = rows.clone();
-        untimed[6] = row(2, 3, 0);
-        assert!(
-            judge(&untimed)
-                .unwrap_err()
-                .ends_with("1 of all without devices' times")
-        );
-        let mut made_up = rows.clone();
-        made_up[0]["by_rank"][1]["timing_source"] = "host".into();
-        assert!(
-            judge(&made_up)
-                .unwrap_err()
-                .ends_with("1 of all without devices' times")
-        );
-        let mut alone = rows;
-        alone[6]["by_rank"].as_array_mut().unwrap().pop();
-        assert!(judge(&alone).is_err());
-        assert!(replayed(&json!({}), &job).is_err());
+        assert!(judge(&|rows| rows[6] = row(2, 2, 7)).is_err());
+        let untimed = judge(&|rows| rows[6] = row(2, 3, 0)).unwrap_err();
+        assert!(untimed.ends_with("1 of all without devices' times"), "{untimed}");
+        let made_up = judge(&|rows| rows[0].by_rank[1].timing_source = "host".to_owned()).unwrap_err();
+        assert!(made_up.ends_with("1 of all without devices' times"), "{made_up}");
+        assert!(judge(&|rows| drop(rows[6].by_rank.pop())).is_err());
+        assert!(judge(&Vec::clear).is_err());
     }
 }

@@ -16,9 +16,13 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::{
-    super::step::{StepResult, Steps, says_ok, with_last_words},
-    collector::{self, Attach, SPANS, number, prepared, seen},
+    super::step::{StepResult, Steps, says_ok, verdict_of, with_last_words},
+    collector::{self, Attach, SPANS, prepared, seen},
     torch::{self, Library},
+};
+use crate::{
+    demo::summary::Summary,
+    otlp::{self, attribute},
 };
 
 /// What FSDP and DDP need: who calls for less has not done what is to be observed.
@@ -48,13 +52,6 @@ struct Seen {
 /// By process and operation.
 type All = BTreeMap<(u32, String), Seen>;
 
-/// The value of an attribute, of whatever type.
-fn attribute<'a>(attributes: &'a Value, name: &str) -> Option<&'a Value> {
-    let all = attributes.as_array()?;
-    let found = all.iter().find(|attribute| attribute["key"] == name)?;
-    found["value"].as_object()?.values().next()
-}
-
 /// 64 bits are written as text.
 fn integer(value: &Value) -> Option<u64> {
     value.as_u64().or_else(|| value.as_str()?.parse().ok())
@@ -63,34 +60,29 @@ fn integer(value: &Value) -> Option<u64> {
 /// Adds what a line has of collectives that a rank called in its time. They are those spans with the operation's name that are one rank's part, or, on
 /// a library without probes, one call.
 fn add(line: &Value, ranks: &[Rank], library: Library, all: &mut All) -> Option<()> {
-    for resource in line["resourceSpans"].as_array().map_or(&[][..], Vec::as_slice) {
-        let pid = attribute(&resource["resource"]["attributes"], "process.pid").and_then(integer)?;
+    for (resource, span) in otlp::spans(line) {
+        let pid = attribute(resource, "process.pid").and_then(integer)?;
         let Some(rank) = ranks.iter().find(|rank| u64::from(rank.pid) == pid) else {
             continue;
         };
-        let scopes = resource["scopeSpans"].as_array()?.iter();
-        for span in scopes.filter_map(|scope| scope["spans"].as_array()).flatten() {
-            let of = |name| attribute(&span["attributes"], name);
-            let is_one = match library {
-                Library::Ours => of("ccl.rank").is_some(),
-                Library::Nccl => of("ccl.communicator.handle").is_some(),
-            };
-            let Some(name) = of("ccl.operation.name").filter(|_| is_one) else {
-                continue;
-            };
-            let begun = integer(&span["startTimeUnixNano"])?;
-            if !(rank.begin_ns..rank.end_ns).contains(&begun) {
-                continue;
-            }
-            let seen = all.entry((rank.pid, name.as_str()?.to_owned())).or_default();
-            seen.spans += 1;
-            let source = of("ccl.timing.source").and_then(Value::as_str);
-            let lasts = of("ccl.device.duration").and_then(Value::as_f64);
-            let is_whole = of("ccl.complete") == Some(&Value::Bool(true));
-            seen.by_device +=
-                u64::from(source == Some("device") && lasts.is_some_and(|seconds| seconds > 0.0) && is_whole);
-            seen.by_host += u64::from(source == Some("host"));
-        }
+        let of = |name| attribute(span, name);
+        let is_one = match library {
+            Library::Ours => of("ccl.rank").is_some(),
+            Library::Nccl => of("ccl.communicator.handle").is_some(),
+        };
+        let begun = integer(&span["startTimeUnixNano"])?;
+        let is_meant = is_one && (rank.begin_ns..rank.end_ns).contains(&begun);
+        let Some(name) = of("ccl.operation.name").filter(|_| is_meant) else {
+            continue;
+        };
+        let seen = all.entry((rank.pid, name.as_str()?.to_owned())).or_default();
+        seen.spans += 1;
+        let source = of("ccl.timing.source").and_then(Value::as_str);
+        let lasts = of("ccl.device.duration").and_then(Value::as_f64);
+        let is_whole = of("ccl.complete") == Some(&Value::Bool(true));
+        seen.by_device +=
+            u64::from(source == Some("device") && lasts.is_some_and(|seconds| seconds > 0.0) && is_whole);
+        seen.by_host += u64::from(source == Some("host"));
     }
     Some(())
 }
@@ -159,17 +151,10 @@ fn compare(ranks: &[Rank], all: &All, library: Library) -> StepResult {
 }
 
 /// What is lost need not be of these ranks' time; it is told of all the same.
-fn nothing_lost(summary: &Value) -> StepResult {
-    let (lost, overwritten) = (
-        number(&summary["lost"])?,
-        number(&summary["device_events_overwritten"])?,
-    );
+fn nothing_lost(summary: &Summary) -> StepResult {
+    let (lost, overwritten) = (summary.lost, summary.device_events_overwritten);
     let text = format!("{lost} events lost, {overwritten} overwritten on devices");
-    if lost == 0 && overwritten == 0 {
-        Ok(text)
-    } else {
-        Err(text)
-    }
+    verdict_of(lost == 0 && overwritten == 0, text)
 }
 
 fn ranks(folder: &Path, count: usize) -> Result<Vec<Rank>> {
@@ -333,11 +318,14 @@ mod tests {
     fn a_training_that_called_nothing_has_shown_nothing() {
         let error = compare(&[rank(0)], &All::new(), Library::Ours).unwrap_err();
         assert!(error.contains("called no all_gather"), "{error}");
-        let lost = |lost, overwritten| {
-            nothing_lost(&json!({"lost": lost, "device_events_overwritten": overwritten}))
+        let lost = |lost, device_events_overwritten| {
+            nothing_lost(&Summary {
+                lost,
+                device_events_overwritten,
+                ..Summary::default()
+            })
         };
         assert!(lost(0, 0).is_ok());
         assert!(lost(1, 0).is_err() && lost(0, 1).is_err());
-        assert!(nothing_lost(&json!({})).is_err());
     }
 }

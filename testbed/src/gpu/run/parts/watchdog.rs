@@ -7,7 +7,7 @@ use fs_err as fs;
 use serde_json::Value;
 
 use super::{
-    super::step::{StepResult, Steps},
+    super::step::{StepResult, Steps, verdict_of},
     nccl_tests,
 };
 use crate::process;
@@ -29,10 +29,7 @@ fn summary(said: &str, words: impl FnOnce(&Value) -> String) -> StepResult {
         .and_then(|line| serde_json::from_str(line).ok())
         .ok_or("it has printed no summary")?;
     let text = words(&report);
-    match report["ok"].as_bool() {
-        Some(true) => Ok(text),
-        _ => Err(text),
-    }
+    verdict_of(report["ok"] == true, text)
 }
 
 /// What came of the matrix.
