@@ -44,20 +44,18 @@ pub fn run(options: &Options) -> Result<bool> {
             rows.extend(criterion(package, target)?);
         }
     }
-    if wanted(json::THROUGHPUT.1) || wanted(json::THROUGHPUT.0) {
-        rows.extend(json::throughput(options.seconds)?);
-    }
-    if wanted(json::PROBE.1) || wanted(json::PROBE.0) {
-        rows.extend(json::probe()?);
-    }
-    if wanted(json::CALLS.1) || wanted(json::CALLS.0) {
-        rows.extend(json::calls()?);
-    }
-    if wanted(json::LIMITS.1) || wanted(json::LIMITS.0) {
-        rows.extend(json::limits()?);
-    }
-    if wanted(json::WATCHDOG.1) || wanted(json::WATCHDOG.0) {
-        rows.extend(json::watchdog()?);
+    let throughput = || json::throughput(options.seconds);
+    let printing: [((&str, &str), &dyn Fn() -> Result<Vec<Row>>); 5] = [
+        (json::THROUGHPUT, &throughput),
+        (json::PROBE, &json::probe),
+        (json::CALLS, &json::calls),
+        (json::LIMITS, &json::limits),
+        (json::WATCHDOG, &json::watchdog),
+    ];
+    for ((package, target), measure) in printing {
+        if wanted(target) || wanted(package) {
+            rows.extend(measure()?);
+        }
     }
     if wanted("probe") {
         rows.extend(probe::measure(&setup::build()?)?);

@@ -14,38 +14,34 @@ use crate::{
 
 /// Package and target of the collector's throughput.
 pub const THROUGHPUT: (&str, &str) = ("ringsight-collector", "throughput");
-/// Package and target of what probes cost where they are.
+/// Of what probes cost where they are.
 pub const PROBE: (&str, &str) = ("ringsight-probes", "probe");
-
-/// Package and target of what all-reduce takes against what the machine gives.
+/// Of what all-reduce takes against what the machine gives.
 pub const LIMITS: (&str, &str) = ("ringsight-comm", "limits");
-
-/// Package and target of what the watchdog costs.
+/// Of what the watchdog costs.
 pub const WATCHDOG: (&str, &str) = ("ringsight-comm", "watchdog");
-
-/// The most that the watchdog may add to a call, nanoseconds, and take of a core when nothing happens, per cent.
-const WATCHDOG_CALL_NS: f64 = 50.0;
-const WATCHDOG_IDLE: f64 = 0.1;
-/// Package and target of what an eager call costs the host.
+/// Of what an eager call costs the host.
 pub const CALLS: (&str, &str) = ("ringsight-comm", "calls");
 
 /// Records a second that one core has to take.
-const RECORDS_PER_S: f64 = 1e6;
+const RECORDS_PER_S: Goal = Goal::AtLeast(1e6);
 /// Resident memory at the end over what a tenth of the time took: flat.
-const RESIDENT_GROWTH: f64 = 1.1;
+const RESIDENT_GROWTH: Goal = Goal::AtMost(1.1);
 /// The most that a call may cost with its record, nanoseconds: with a probe on a 5-byte nop, which kernels from 6.18 on turn
 /// into a call; with one on a 1-byte nop, which traps into the kernel once.
 const PROBE_NS: [(&str, f64); 2] = [("probe_attached_nop5", 350.0), ("probe_attached_nop1", 700.0)];
-
-/// The most that an eager call may take of its thread, with what the driver's stand-in takes, nanoseconds.
-const CALL_NS: f64 = 1100.0;
-/// The most that records may take of it, nanoseconds.
-const RECORDS_NS: f64 = 50.0;
-
 /// The most that a large all-reduce over 4 processes may take, in times of what 2 of them take to copy as many bytes.
-const LARGE_RATIO: f64 = 3.0;
+const LARGE_RATIO: Goal = Goal::AtMost(3.0);
 /// The most that a small all-reduce over 2 processes may take on its stream, in times of a flag's way there and back.
-const SMALL_RATIO: f64 = 2.0;
+const SMALL_RATIO: Goal = Goal::AtMost(2.0);
+/// The most that the watchdog may add to a call, nanoseconds, and take of a core when nothing happens, per cent.
+const WATCHDOG_CALL_NS: Goal = Goal::AtMost(50.0);
+const WATCHDOG_IDLE: Goal = Goal::AtMost(0.1);
+/// The most that an eager call may take of its thread, with what the driver's stand-in takes, and that records may take of it, nanoseconds.
+const CALL_NS: Goal = Goal::AtMost(1100.0);
+const RECORDS_NS: Goal = Goal::AtMost(50.0);
+/// Of what must not be.
+const NONE: Goal = Goal::AtMost(0.0);
 
 /// A case of the throughput benchmark, as it prints it.
 #[derive(Deserialize)]
@@ -71,35 +67,39 @@ fn throughput_rows(cases: &[Value]) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     for case in cases {
         let case = Case::deserialize(case).with_context(|| format!("{case} is no case of the throughput"))?;
-        let row = |what: &str, median, unit| {
-            Row::new(
-                format!("collector throughput, {}: {what}", case.case),
-                median,
-                unit,
-            )
-        };
+        let name = |what: &str| format!("collector throughput, {}: {what}", case.case);
         let [start, end] = case.resident_kib;
         // Where the start was not read there is no ratio, and no goal is met.
         let growth = if start > 0.0 { end / start } else { f64::NAN };
         rows.extend([
-            row("records", case.records_per_s, "/s")
-                .goal(Goal::AtLeast(RECORDS_PER_S))
+            Row::new(name("records"), case.records_per_s, "/s")
+                .goal(RECORDS_PER_S)
                 .note(format!("{:.0} spans/s", case.spans_per_s)),
-            row("given up", case.given_up as f64, "")
-                .goal(Goal::AtMost(0.0))
+            Row::new(name("given up"), case.given_up as f64, "")
+                .goal(NONE)
                 .note(format!("of {} operations", case.operations)),
-            row("resident, end / start", growth, "")
-                .goal(Goal::AtMost(RESIDENT_GROWTH))
+            Row::new(name("resident, end / start"), growth, "")
+                .goal(RESIDENT_GROWTH)
                 .note(format!("{start:.0} -> {end:.0} KiB")),
         ]);
     }
     Ok(rows)
 }
 
-/// A number in what a benchmark printed.
-fn figure(figures: &Value, pointer: &str) -> Result<f64> {
-    let number = figures.pointer(pointer).and_then(Value::as_f64);
-    number.with_context(|| format!("no number {pointer} in {figures}"))
+/// What a benchmark printed.
+struct Figures<'a>(&'a Value);
+
+impl Figures<'_> {
+    fn get(&self, pointer: &str) -> Result<f64> {
+        let number = self.0.pointer(pointer).and_then(Value::as_f64);
+        number.with_context(|| format!("no number {pointer} in {}", self.0))
+    }
+
+    /// A row of a figure. Nanoseconds are told as milliseconds where that is the unit.
+    fn row(&self, pointer: &str, name: &str, unit: &'static str) -> Result<Row> {
+        let value = self.get(pointer)? / if unit == "ms" { 1e6 } else { 1.0 };
+        Ok(Row::new(name, value, unit))
+    }
 }
 
 /// The one object of a benchmark that prints one.
@@ -114,34 +114,22 @@ fn single(benchmark: (&str, &str)) -> Result<Value> {
 /// # Errors
 /// If it cannot be built or run.
 pub fn watchdog() -> Result<Vec<Row>> {
-    watchdog_rows(&single(WATCHDOG)?)
+    watchdog_rows(&Figures(&single(WATCHDOG)?))
 }
 
-fn watchdog_rows(figures: &Value) -> Result<Vec<Row>> {
-    let figure = |pointer| figure(figures, pointer);
-    let communicators = format!("{} communicators", figure("/idle_communicators")?);
-    let note = format!(
-        "{} pairs of batches; without it {} ns",
-        figure("/pairs")?,
-        figure("/without_ns")?
-    );
-    let idle = |name, pointer| -> Result<Row> {
-        let row = Row::new(name, figure(pointer)?, "% of a core").goal(Goal::AtMost(WATCHDOG_IDLE));
-        Ok(row.note(&communicators))
-    };
+fn watchdog_rows(figures: &Figures<'_>) -> Result<Vec<Row>> {
+    let (pairs, without) = (figures.get("/pairs")?, figures.get("/without_ns")?);
+    let communicators = format!("{} communicators", figures.get("/idle_communicators")?);
+    let call = figures.row("/call_ns", "watchdog, a call with it minus one without", "ns")?;
+    let rest = "watchdog, its thread when nothing happens";
+    let rest = figures.row("/idle_percent", rest, "% of a core")?;
+    let adaptive = "watchdog, the same with thresholds that adapt";
+    let adaptive = figures.row("/idle_adaptive_percent", adaptive, "% of a core")?;
     Ok(vec![
-        Row::new(
-            "watchdog, a call with it minus one without",
-            figure("/call_ns")?,
-            "ns",
-        )
-        .goal(Goal::AtMost(WATCHDOG_CALL_NS))
-        .note(note),
-        idle("watchdog, its thread when nothing happens", "/idle_percent")?,
-        idle(
-            "watchdog, the same with thresholds that adapt",
-            "/idle_adaptive_percent",
-        )?,
+        call.goal(WATCHDOG_CALL_NS)
+            .note(format!("{pairs} pairs of batches; without it {without} ns")),
+        rest.goal(WATCHDOG_IDLE).note(&communicators),
+        adaptive.goal(WATCHDOG_IDLE).note(&communicators),
     ])
 }
 
@@ -159,33 +147,27 @@ fn probe_rows(figures: &Value) -> Result<Vec<Row>> {
     let figures = figures
         .as_object()
         .context("the probe benchmark printed no object")?;
-    figures
-        .iter()
-        .map(|(name, value)| {
-            let (name, unit) = match name.rsplit_once('_') {
-                Some((name, "ns")) => (name, "ns"),
-                Some((name, "ms")) => (name, "ms"),
-                _ => bail!("the probe benchmark's figure {name} has no unit that is known"),
-            };
-            let figure = |what: &str| {
-                value[what]
-                    .as_f64()
-                    .with_context(|| format!("{name} is {value}, without a number {what}"))
-            };
-            let goal = PROBE_NS.iter().find(|(probe, _)| *probe == name);
-            Ok(Row {
-                name: format!("probe fixture, {}", name.replace('_', " ")),
-                median: figure("median")?,
-                min: (unit == "ns").then(|| figure("min")).transpose()?,
-                unit,
-                // Where the kernel has no such site, the row is of another one.
-                goal: goal
-                    .filter(|(probe, _)| *probe != "probe_attached_nop5" || probe::kernel() >= (6, 18))
-                    .map(|(_, most)| Goal::AtMost(*most)),
-                note: if unit == "ns" { "15 runs" } else { "one run" }.to_owned(),
-            })
+    let row = |(name, value): (&String, &Value)| {
+        let (name, unit) = match name.rsplit_once('_') {
+            Some((name, "ns")) => (name, "ns"),
+            Some((name, "ms")) => (name, "ms"),
+            _ => bail!("the probe benchmark's figure {name} has no unit that is known"),
+        };
+        let value = Figures(value);
+        let goal = PROBE_NS.iter().find(|(probe, _)| *probe == name);
+        Ok(Row {
+            name: format!("probe fixture, {}", name.replace('_', " ")),
+            median: value.get("/median")?,
+            min: (unit == "ns").then(|| value.get("/min")).transpose()?,
+            unit,
+            // Where the kernel has no such site, the row is of another one.
+            goal: goal
+                .filter(|(probe, _)| *probe != "probe_attached_nop5" || probe::kernel() >= (6, 18))
+                .map(|(_, most)| Goal::AtMost(*most)),
+            note: if unit == "ns" { "15 runs" } else { "one run" }.to_owned(),
         })
-        .collect()
+    };
+    figures.iter().map(row).collect()
 }
 
 /// Measures all-reduce over processes, against copies and flags in the same run.
@@ -193,7 +175,7 @@ fn probe_rows(figures: &Value) -> Result<Vec<Row>> {
 /// # Errors
 /// If it cannot be built or run.
 pub fn limits() -> Result<Vec<Row>> {
-    limits_rows(&single(LIMITS)?)
+    limits_rows(&Figures(&single(LIMITS)?))
 }
 
 /// What [`LIMITS`] prints: figure, name, unit, note; nanoseconds are told as milliseconds where that is the unit.
@@ -254,13 +236,12 @@ const LIMITS_ROWS: [(&str, &str, &str, &str); 9] = [
     ),
 ];
 
-fn limits_rows(figures: &Value) -> Result<Vec<Row>> {
+fn limits_rows(figures: &Figures<'_>) -> Result<Vec<Row>> {
     let row = |(pointer, name, unit, note)| {
-        let value = figure(figures, pointer)? / if unit == "ms" { 1e6 } else { 1.0 };
-        let row = Row::new(format!("limits, {name}"), value, unit).note(note);
+        let row = figures.row(pointer, &format!("limits, {name}"), unit)?.note(note);
         Ok(match pointer {
-            "/all_reduce_64MiB_ratio" => row.goal(Goal::AtMost(LARGE_RATIO)),
-            "/all_reduce_8B_ratio" => row.goal(Goal::AtMost(SMALL_RATIO)),
+            "/all_reduce_64MiB_ratio" => row.goal(LARGE_RATIO),
+            "/all_reduce_8B_ratio" => row.goal(SMALL_RATIO),
             _ => row,
         })
     };
@@ -273,45 +254,30 @@ fn limits_rows(figures: &Value) -> Result<Vec<Row>> {
 /// If it cannot be built or run.
 pub fn calls() -> Result<Vec<Row>> {
     let without = workspace::without_records()?;
-    objects(CALLS, &["--without", &without.display().to_string()])?
-        .iter()
-        .map(calls_rows)
-        .collect::<Result<Vec<_>>>()
-        .map(|rows| rows.into_iter().flatten().collect())
+    let mut rows = Vec::new();
+    for figures in objects(CALLS, &["--without", &without.display().to_string()])? {
+        if figures["skipped"] != true {
+            rows.extend(calls_rows(&Figures(&figures))?);
+        }
+    }
+    Ok(rows)
 }
 
-fn calls_rows(figures: &Value) -> Result<Vec<Row>> {
-    if figures["skipped"] == true {
-        return Ok(Vec::new());
-    }
-    let figure = |pointer| figure(figures, pointer);
-    let call = Row::new(
-        "eager all_reduce 8 B on the host",
-        figure("/call_ns/median")?,
-        "ns",
-    )
-    .goal(Goal::AtMost(CALL_NS))
-    .note("a driver that runs no kernel");
+fn calls_rows(figures: &Figures<'_>) -> Result<Vec<Row>> {
+    let [low, high, pairs] = ["/records_ns/0", "/records_ns/2", "/pairs"].map(|pointer| figures.get(pointer));
+    let spread = format!("{} pairs; quartiles {:.0} to {:.0}", pairs?, low?, high?);
+    let call = figures.row("/call_ns/median", "eager all_reduce 8 B on the host", "ns")?;
+    let allocations = figures.row("/allocations", "allocations and frees of such a call", "")?;
+    let records = figures.row("/records_ns/1", "records of such a call", "ns")?;
     Ok(vec![
         Row {
-            min: Some(figure("/call_ns/min")?),
-            ..call
+            min: Some(figures.get("/call_ns/min")?),
+            ..call.goal(CALL_NS).note("a driver that runs no kernel")
         },
-        Row::new(
-            "allocations and frees of such a call",
-            figure("/allocations")?,
-            "",
-        )
-        .goal(Goal::AtMost(0.0))
-        .note("of the calling thread"),
-        Row::new("records of such a call", figure("/records_ns/1")?, "ns")
-            .goal(Goal::AtMost(RECORDS_NS))
-            .note(format!(
-                "with minus without, {} pairs; quartiles {:.0} to {:.0}",
-                figure("/pairs")?,
-                figure("/records_ns/0")?,
-                figure("/records_ns/2")?
-            )),
+        allocations.goal(NONE).note("of the calling thread"),
+        records
+            .goal(RECORDS_NS)
+            .note(format!("with minus without, {spread}")),
     ])
 }
 
@@ -380,7 +346,7 @@ mod tests {
     #[test]
     fn limits_have_goals_on_ratios() {
         let text = r#"{"copy_256MiB_by_2_processes_ns":1e7,"all_reduce_64MiB_4_processes_ns":3e7,"all_reduce_64MiB_ratio":3.0,"all_reduce_64MiB_cpu_ratio":3.1,"flag_round_trip_ns":200,"all_reduce_8B_on_the_stream_ns":402,"all_reduce_8B_ratio":2.01,"all_reduce_8B_of_one_rank_ns":150,"all_reduce_8B_call_and_synchronize_ns":9000}"#;
-        let rows = limits_rows(&parse(text).unwrap()[0]).unwrap();
+        let rows = limits_rows(&Figures(&parse(text).unwrap()[0])).unwrap();
         let verdicts: Vec<_> = rows.iter().filter_map(Row::meets).collect();
         assert_eq!(verdicts, [true, false]);
     }
@@ -388,7 +354,7 @@ mod tests {
     #[test]
     fn the_watchdog_has_goals_on_calls_and_rest() {
         let text = r#"{"call_ns":50.0,"without_ns":900.0,"pairs":500,"idle_percent":0.11,"idle_adaptive_percent":0.1,"idle_communicators":9}"#;
-        let rows = watchdog_rows(&parse(text).unwrap()[0]).unwrap();
+        let rows = watchdog_rows(&Figures(&parse(text).unwrap()[0])).unwrap();
         let verdicts: Vec<_> = rows.iter().map(Row::meets).collect();
         assert_eq!(verdicts, [Some(true), Some(false), Some(true)]);
     }
@@ -396,7 +362,7 @@ mod tests {
     #[test]
     fn a_call_has_goals_on_time_and_allocations() {
         let text = r#"{"call_ns":{"median":1101,"min":1000},"allocations":0,"records_ns":[40.0,51.0,60.5],"pairs":16}"#;
-        let rows = calls_rows(&parse(text).unwrap()[0]).unwrap();
+        let rows = calls_rows(&Figures(&parse(text).unwrap()[0])).unwrap();
         let verdicts: Vec<_> = rows.iter().filter_map(Row::meets).collect();
         assert_eq!(verdicts, [false, true, false]);
     }
@@ -404,10 +370,10 @@ mod tests {
     #[test]
     fn rubbish_is_refused() {
         assert!(parse("{rubbish").is_err());
-        assert!(watchdog_rows(&serde_json::json!({})).is_err());
         assert!(throughput_rows(&parse("{}").unwrap()).is_err());
-        assert!(limits_rows(&serde_json::json!({})).is_err());
-        assert!(calls_rows(&serde_json::json!({})).is_err());
+        for rows in [watchdog_rows, limits_rows, calls_rows] {
+            assert!(rows(&Figures(&serde_json::json!({}))).is_err());
+        }
         for wrong in [
             r#"{"a":1}"#,
             r#"{"a_ns":"x"}"#,
