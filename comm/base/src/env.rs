@@ -1,64 +1,20 @@
-//! Variables: every variable is read here, named in errors, and logged when it is set. docs/src/environment.md lists them all.
-//!
-//! The environment says what a variable is, else NCCL's configuration files ([`conf`]).
-
-mod conf;
-
-use std::fmt;
-
-use conf::ConfFiles;
+//! Reading variables: every variable but those of the log is read here, named in errors, and logged when it is set.
+//! docs/src/environment.md lists them all.
 
 use crate::{
     error::{Error, Result},
-    fork::PerProcess,
+    log, variables,
 };
-
-/// Read at the first variable that the environment does not set. A forked child reads them anew: the thread that held the lock of
-/// an unfinished reading does not exist there.
-static FILES: PerProcess<ConfFiles> = PerProcess::new();
-
-/// Who set a variable.
-enum Source {
-    Environment,
-    File(&'static str),
-}
-
-impl fmt::Display for Source {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Environment => "environment",
-            Self::File(path) => path,
-        })
-    }
-}
-
-fn find(name: &str) -> Option<(String, Source)> {
-    if let Some(value) = std::env::var_os(name) {
-        return Some((value.to_string_lossy().into_owned(), Source::Environment));
-    }
-    let (value, path) = FILES.get().value(name)?;
-    Some((value.to_owned(), Source::File(path)))
-}
-
-/// The value of a variable as it was written, for the log, which reads its own variables before it can say that they are set.
-pub(crate) fn raw(name: &str) -> Option<String> {
-    find(name).map(|(value, _)| value)
-}
-
-/// What is wrong with the configuration files, a sentence each.
-pub(crate) fn complaints() -> &'static [String] {
-    FILES.get().complaints()
-}
 
 /// The value of a variable without spaces around it; `None` if it is unset or blank.
 #[must_use]
 pub fn text(name: &str) -> Option<String> {
-    let (value, source) = find(name)?;
+    let (value, source) = variables::find(name)?;
     let value = value.trim();
     if value.is_empty() {
         return None;
     }
-    crate::log::variable_set(name, value, &source);
+    log::variable_set(name, value, &source);
     Some(value.to_owned())
 }
 

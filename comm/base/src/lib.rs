@@ -3,7 +3,7 @@
 //! | module | owns |
 //! |---|---|
 //! | [`error`] | a failed call: NCCL's result code and its text |
-//! | [`mod@env`] | reading variables: of the environment and of NCCL's configuration files |
+//! | [`mod@env`] | reading variables of the environment and of NCCL's configuration files |
 //! | [`names`] | lists of names of interfaces or devices |
 //! | [`log`] | log lines as NCCL writes them |
 //! | [`sync`] | locks that survive a panic, and once-only work that survives a fork |
@@ -25,3 +25,4 @@ pub mod process;
 pub mod sync;
 pub mod sys;
 pub mod threads;
+mod variables;

@@ -26,7 +26,7 @@ use tracing::{
     subscriber::Interest,
 };
 
-use crate::env;
+use crate::variables;
 use settings::{Level, Settings};
 
 macro_rules! subsystems {
@@ -125,9 +125,9 @@ pub fn reset() {
 
 fn apply() {
     let before = settings();
-    let settings = Settings::read(&env::raw, before.as_deref());
+    let settings = Settings::read(&variables::raw, before.as_deref());
     let wants_lines = settings.level > Level::Version;
-    let complaints = [env::complaints(), &settings.complaints].concat();
+    let complaints = [variables::complaints(), &settings.complaints].concat();
     *SETTINGS.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(settings));
     if wants_lines && before.is_none_or(|before| before.level <= Level::Version) {
         // Fails if it has been set, by us earlier or by an application that links this crate: then theirs it is.
@@ -138,7 +138,7 @@ fn apply() {
         tracing::warn!(target: ENV, "{complaint}");
     }
     for (name, why) in WITHOUT_EFFECT {
-        if env::raw(name).is_some() {
+        if variables::raw(name).is_some() {
             tracing::info!(target: ENV, "{name} has no effect: {why}");
         }
     }
