@@ -636,3 +636,177 @@ pub(crate) enum Hold {
     /// It had been lost and is this reader's again.
     Regained,
 }
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::os::fd::OwnedFd;
+
+    use ringsight_records::State;
+    use rustix::process::{Resource, Rlimit};
+
+    use super::*;
+    use crate::process::{own_reader, own_start_time};
+
+    /// A file of the pages' name, with a header that names process `owner`.
+    fn file(seals: SealFlags, owner: u32) -> File {
+        let geometry = Geometry::standard();
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = File::from(rustix::fs::memfd_create(MEMFD_NAME, flags).unwrap());
+        file.set_len(geometry.file_bytes as u64).unwrap();
+        rustix::fs::fcntl_add_seals(&file, seals).unwrap();
+        let header = write(&file);
+        // SAFETY: a fresh mapping of zeros, large enough, which nobody else looks at before the magic is there.
+        let header = unsafe { &mut *header.cast::<Header>() };
+        header.initialise(&geometry, owner, own_start_time(), 22809, "host");
+        file
+    }
+
+    /// The same, of nobody, sealed as the library seals it.
+    pub(crate) fn sealed() -> File {
+        file(SEALS, 0)
+    }
+
+    /// Maps a file as its owner does, until the end of the test.
+    fn write(file: &File) -> *mut u8 {
+        // SAFETY: a fresh shared mapping of a file that we hold open.
+        let base = unsafe {
+            libc::mmap(
+                ptr::null_mut(),
+                Geometry::standard().file_bytes,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED,
+                file.as_raw_fd(),
+                0,
+            )
+        };
+        assert_ne!(base, libc::MAP_FAILED);
+        base.cast()
+    }
+
+    /// The pages as their owner sees them.
+    pub(crate) fn owners(file: &File) -> Pages<'static> {
+        // SAFETY: mapped until the end of the process, and changed by atomics alone.
+        unsafe { Pages::new(write(file), Geometry::standard().file_bytes) }.unwrap()
+    }
+
+    fn own() -> ProcessDirectory {
+        ProcessDirectory::open(std::process::id()).unwrap()
+    }
+
+    #[test]
+    fn pages_are_found_among_many_descriptors() {
+        let most = Rlimit {
+            current: Some(2 * DESCRIPTORS as u64),
+            ..rustix::process::getrlimit(Resource::Nofile)
+        };
+        rustix::process::setrlimit(Resource::Nofile, most).unwrap();
+        let many: Vec<OwnedFd> = (0..DESCRIPTORS + 1000)
+            .map(|_| rustix::io::dup(io::stderr()).unwrap())
+            .collect();
+        // Behind what one look goes through; other tests' descriptors come and go.
+        let place = DESCRIPTORS as i32 + 500;
+        let pages = rustix::io::fcntl_dupfd_cloexec(file(SEALS, std::process::id()), place).unwrap();
+        let directory = own();
+        let deadline = Deadline::after(std::time::Duration::from_secs(60));
+        assert!(Mapped::find_among_all(&directory, deadline).unwrap().is_some());
+        // A look of a session goes on where the last one ended.
+        let mut search = Search::default();
+        let first = Mapped::find(&directory, &mut search, Access::Lease).unwrap();
+        assert!(first.is_none() && search.is_under_way());
+        let second = Mapped::find(&directory, &mut search, Access::Lease).unwrap();
+        assert!(second.is_some() && !search.is_under_way());
+        drop((many, pages));
+    }
+
+    #[test]
+    fn only_sealed_memory_files_are_candidates() {
+        let examine_file = |file: &File| {
+            let name = std::ffi::CString::new(file.as_raw_fd().to_string()).unwrap();
+            examine(&own().descriptor(&name).unwrap()).unwrap()
+        };
+        assert!(matches!(examine_file(&sealed()), Candidate::Sealed));
+        for seals in [SealFlags::SHRINK, SealFlags::GROW, SealFlags::empty()] {
+            let refused = examine_file(&file(seals, 0));
+            assert!(matches!(refused, Candidate::Refused(Refusal::Unsealed)));
+        }
+        // As the library leaves it for a moment.
+        let fresh = rustix::fs::memfd_create(MEMFD_NAME, MemfdFlags::CLOEXEC).unwrap();
+        assert!(matches!(examine_file(&fresh.into()), Candidate::NotReady));
+        let named = File::open("/proc/self/exe").unwrap();
+        let unlinked = tempfile::tempfile_in(".").unwrap();
+        let device = File::open("/dev/zero").unwrap();
+        for file in [named, unlinked, device] {
+            assert!(matches!(
+                examine_file(&file),
+                Candidate::Refused(Refusal::NotMemory)
+            ));
+        }
+    }
+
+    #[test]
+    fn what_the_header_says_later_makes_no_difference() {
+        let file = sealed();
+        let owner = owners(&file);
+        let mut mapped = Mapped::of_file(&file).unwrap();
+        mapped.lease(&own_reader(), Kind::EVERY).unwrap();
+        let record = Record::new(Kind::OpCompleted, State::STOP, 1);
+        assert!(ring::push(&owner.header().cursor, owner.ring(), &record));
+        // The ring would lie in memory that is not writable, and the rest outside.
+        let header = owner.header();
+        header
+            .ring_offset
+            .store(header.comm_offset.load(Ordering::Relaxed), Ordering::Relaxed);
+        header.comm_offset.store(u32::MAX - 63, Ordering::Relaxed);
+        header.magic.store(0, Ordering::Release);
+        let mut seen = 0;
+        assert!(mapped.drain(10, 1, false, |_, _, taken| {
+            assert_eq!(taken, record);
+            seen += 1;
+        }));
+        assert_eq!((seen, mapped.view().communicators().len()), (1, 1024));
+    }
+
+    #[test]
+    fn no_more_than_header_and_ring_is_writable() {
+        let file = sealed();
+        let mapped = Mapped::of_file(&file).unwrap();
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let base = mapped.mapping.base as u64;
+        let of_mapping = maps.lines().filter(|line| {
+            let start = line.split('-').next().unwrap();
+            let start = u64::from_str_radix(start, 16).unwrap();
+            (base..base + mapped.mapping.bytes as u64).contains(&start)
+        });
+        let permissions: Vec<_> = of_mapping.map(|line| line.split(' ').nth(1).unwrap()).collect();
+        assert_eq!(permissions, ["rw-s", "r--s", "rw-s", "r--s"]);
+    }
+
+    #[test]
+    fn a_reader_is_named_if_the_kernel_says_that_it_reads() {
+        let (file, own_reader) = (sealed(), own_reader());
+        let mapped = Mapped::of_file(&file).unwrap();
+        let named = |reader: Reader| {
+            let holder = Holder {
+                reader: Some(reader),
+                silent_ns: 0,
+            };
+            mapped.holder(&holder, &own_reader, &own())
+        };
+        let pid = std::process::id();
+        assert_eq!(named(own_reader), LeaseHolder::Process(pid));
+        let later = Reader::new(pid, own_reader.start_time() + 1, own_reader.namespace());
+        assert_eq!(named(later), LeaseHolder::Unverified);
+        let elsewhere = Reader::new(pid, own_reader.start_time(), own_reader.namespace() + 1);
+        assert_eq!(named(elsewhere), LeaseHolder::OtherNamespace);
+        let mut other = std::process::Command::new("cat")
+            .stdin(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        let started = crate::process::start_time(other.id()).unwrap();
+        let innocent = Reader::new(other.id(), started, own_reader.namespace());
+        assert_eq!(named(innocent), LeaseHolder::Unverified);
+        drop(other.stdin.take());
+        other.wait().unwrap();
+        assert_eq!(named(innocent), LeaseHolder::Unverified);
+    }
+}

@@ -50,8 +50,16 @@ pub struct Library {
 /// # Errors
 /// Nothing found, or no right to look; see [`AttachError`].
 pub fn find(pid: u32) -> Result<Library, AttachError> {
+    find_counting(pid, &mut LeftOut::default())
+}
+
+/// The same; counts what was left out of the search.
+///
+/// # Errors
+/// As for [`find`].
+pub fn find_counting(pid: u32, left_out: &mut LeftOut) -> Result<Library, AttachError> {
     let directory = ProcessDirectory::open(pid).map_err(|error| process_error(pid, "maps", &error))?;
-    find_within(&directory, Deadline::after(SEARCH_TIME), &mut LeftOut::default())
+    find_within(&directory, Deadline::after(SEARCH_TIME), left_out)
 }
 
 /// The same, as far as time allows; counts what was left out.

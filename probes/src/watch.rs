@@ -517,3 +517,38 @@ pub(crate) fn leased(
         silent_ms: holder.silent_ns / 1_000_000,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use ringsight_records::{State, ring};
+
+    use super::*;
+    use crate::pages::tests::{owners, sealed};
+
+    #[test]
+    fn what_overflowed_comes_after_what_had_room() {
+        let file = sealed();
+        let (mut mapped, owner) = (Mapped::of_file(&file).unwrap(), owners(&file));
+        let base = mapped.lease(&Reader::new(1, 2, 3), u64::MAX).unwrap();
+        let mut watched = Watched::new(1, true, true, (Some((mapped, base)), Search::default()), 0);
+        let record = |time| Record::new(Kind::Failover, State::START, time);
+        for time in 1..=3 {
+            assert!(ring::push(&owner.header().cursor, owner.ring(), &record(time)));
+        }
+        let mut samples = Vec::new();
+        // No time for more than one of them in this poll, in which a later record comes by a probe.
+        assert!(!watched.drain(1, 1, false, &mut samples));
+        assert!(watched.is_cut());
+        watched.record(7, record(4), &mut samples);
+        assert!(watched.drain(10, 1, false, &mut samples));
+        watched.record(7, record(5), &mut samples);
+        let times: Vec<_> = samples
+            .iter()
+            .filter_map(|sample| match sample {
+                Sample::Record { record, .. } => Some(record.time_ns),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(times, [1, 2, 3, 4, 5]);
+    }
+}

@@ -3,25 +3,29 @@
 use ringsight_collector::resource;
 use ringsight_output::Printable;
 use ringsight_probes::{
-    Look, kernel,
+    LeftOut, Look, kernel,
     site::{self, Site},
     target::{self, Flavour, Library},
 };
 use ringsight_records::{DeviceClock, pages::Communicator};
 use serde_json::{Value, json};
-use tracing::error;
+use tracing::{error, warn};
 
 use super::{Exit, print, print_json};
 
 /// Runs the command.
 pub(crate) fn run(pid: u32, json: bool) -> Exit {
-    let library = match target::find(pid) {
+    let mut left_out = LeftOut::default();
+    let library = match target::find_counting(pid, &mut left_out) {
         Ok(library) => library,
         Err(error) => {
             error!(pid, "{error}");
             return Exit::Error;
         }
     };
+    for (limit, _) in left_out.limits() {
+        warn!(pid, "not everything was looked at: {limit}");
+    }
     let kernel = kernel::version();
     let sites = site::plan(&library, kernel);
     let Look {

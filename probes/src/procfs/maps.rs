@@ -2,8 +2,11 @@
 
 use std::{collections::BTreeMap, io};
 
-use super::{CHUNK, FileKey, ProcessDirectory};
+use super::{FileKey, ProcessDirectory};
 use crate::limits::{Deadline, Limit, MAPPED_FILES, MAPS_BYTES};
+
+/// Bytes of the list that one `read` asks for.
+const LINES: usize = 16 << 10;
 
 /// One line.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -85,7 +88,7 @@ pub(crate) fn read_mappings(
     deadline: Deadline,
     mut each: impl FnMut(Mapping<'_>) -> bool,
 ) -> io::Result<MapsEnd> {
-    let mut buffer = vec![0; CHUNK];
+    let mut buffer = vec![0; LINES];
     let (mut filled, mut before) = (0, 0);
     loop {
         let count = match list.read(&mut buffer[filled..]) {

@@ -39,8 +39,8 @@ const OPEN: OFlags = OFlags::CLOEXEC
     .union(OFlags::RDONLY);
 /// Only looks at what a name leads to: the file's own `open` is not called.
 const LOOK: OFlags = OFlags::CLOEXEC.union(OFlags::PATH);
-/// Bytes of a text that one `read` asks for.
-const CHUNK: usize = 16 << 10;
+/// Bytes of a text that one `read` asks for: the kernel writes such texts by the memory page.
+const PIECE: usize = 4096;
 
 /// `/proc/PID` of one process, held open.
 #[derive(Debug)]
@@ -280,20 +280,18 @@ fn read(mut file: &File, limit: usize) -> io::Result<Read> {
     use std::io::Read as _;
 
     let mut bytes = Vec::new();
-    let mut filled = 0;
+    let mut piece = [0; PIECE];
     loop {
-        // One byte more than the limit tells whether there is more.
-        bytes.resize((filled + CHUNK).min(limit + 1), 0);
-        let count = match file.read(&mut bytes[filled..]) {
+        let count = match file.read(&mut piece) {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             count => count?,
         };
-        filled += count;
-        if count == 0 || filled > limit {
-            bytes.truncate(filled.min(limit));
+        let kept = count.min(limit - bytes.len());
+        bytes.extend_from_slice(&piece[..kept]);
+        if count == 0 || kept < count {
             return Ok(Read {
                 bytes,
-                is_cut: filled > limit,
+                is_cut: kept < count,
             });
         }
     }

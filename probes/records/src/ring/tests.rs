@@ -139,3 +139,21 @@ fn positions_that_cannot_be_hold_nobody_up() {
     assert_eq!(pop(&cursor, &slots), None);
     assert!(!is_held_up(&cursor, &slots));
 }
+
+#[test]
+fn no_more_positions_are_passed_than_a_reader_allows() {
+    let (cursor, slots) = ring(8);
+    // Damaged pages: each position was read, round after round, but for one.
+    for slot in &slots {
+        slot.turn.store(1 << 40, Ordering::Relaxed);
+    }
+    cursor.head.store(1 << 30, Ordering::Relaxed);
+    let mut passes = 20;
+    assert_eq!(pop_at(&cursor, &slots, &mut passes), None);
+    assert_eq!((passes, cursor.tail.load(Ordering::Relaxed)), (0, 20));
+    assert_eq!(pop_at(&cursor, &slots, &mut passes), None);
+    assert_eq!(cursor.tail.load(Ordering::Relaxed), 20);
+    // A record that is there is taken without a pass.
+    slots[4].turn.store(21 - 4, Ordering::Relaxed);
+    assert_eq!(pop_at(&cursor, &slots, &mut passes).map(|(at, _)| at), Some(20));
+}
