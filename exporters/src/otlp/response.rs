@@ -4,6 +4,7 @@ use std::time::{Duration, SystemTime};
 
 use http::{HeaderMap, HeaderValue, StatusCode};
 use prost::Message;
+use ringsight_output::Printable;
 
 use crate::model::Tally;
 
@@ -270,11 +271,7 @@ pub(super) fn chain(error: &dyn std::error::Error) -> String {
 
 /// A server's words, made fit for one line of a terminal.
 pub(super) fn text(raw: &str) -> String {
-    let line: String = raw
-        .trim()
-        .chars()
-        .map(|c| if c.is_control() { ' ' } else { c })
-        .collect();
+    let line = Printable::from(raw.trim()).to_string();
     match line.char_indices().nth(MAX_TEXT) {
         Some((end, _)) => format!("{}…", &line[..end]),
         None => line,

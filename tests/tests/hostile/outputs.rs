@@ -381,7 +381,7 @@ fn two_outputs_are_two_files() -> Result<()> {
 /// H13, X9: every command on a target whose names a terminal would obey.
 #[test]
 fn names_control_no_terminal() -> Result<()> {
-    let library = OsStr::from_bytes(b"lib\x1b[31m\n\xe2\x80\xae/libnccl.so.2");
+    let library = OsStr::from_bytes(b"lib\x1b[31m\n\xe2\x80\xae\xff/libnccl.so.2");
     let test = "names_control_no_terminal";
     let Some(target) = Target::start_with(test, "names", Path::new(library))? else {
         return Ok(());

@@ -29,7 +29,7 @@ pub(crate) fn described(library: &Path) -> Result<Act> {
 /// A target whose every name is [`NAME`].
 pub(crate) fn names(library: &Path) -> Result<Act> {
     // SAFETY: a string that lives across the call, which cuts it at 15 bytes.
-    let named = unsafe { libc::prctl(libc::PR_SET_NAME, c"\x1b[31mr\n\xc2\x9b".as_ptr()) };
+    let named = unsafe { libc::prctl(libc::PR_SET_NAME, c"\x1b[31mr\n\xc2\x9b\xff".as_ptr()) };
     ensure!(named == 0, "PR_SET_NAME: {}", io::Error::last_os_error());
     map_library(library)?;
     let pages = pages::Own::make()?;

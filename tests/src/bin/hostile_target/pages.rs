@@ -225,7 +225,7 @@ pub(crate) fn lease(library: &Path) -> Result<Act> {
 
 /// When a process started, clock ticks since boot: field 22 of `stat`.
 fn start_time(pid: &str) -> Result<u64> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    let stat = String::from_utf8_lossy(&fs::read(format!("/proc/{pid}/stat"))?).into_owned();
     let (_, fields) = stat.rsplit_once(')').context("a name in parentheses")?;
     let field = fields.split_ascii_whitespace().nth(19).context("field 22")?;
     Ok(field.parse()?)

@@ -24,7 +24,7 @@ pub(crate) fn environment(library: &Path) -> Result<Act> {
     ensure!(memory != libc::MAP_FAILED, "{}", io::Error::last_os_error());
     // SAFETY: the first bytes of the mapping above.
     unsafe { ptr::copy_nonoverlapping(c"RANK=7".as_ptr(), memory.cast(), 7) };
-    let stat = fs::read_to_string("/proc/self/stat")?;
+    let stat = String::from_utf8_lossy(&fs::read("/proc/self/stat")?).into_owned();
     let (_, fields) = stat.rsplit_once(')').context("a name in parentheses")?;
     let fields: Vec<u64> = fields
         .split_ascii_whitespace()
