@@ -180,8 +180,15 @@ fn cut(text: &str) -> String {
 
 /// What the child does: reads questions, and answers them from where it has nothing to lose.
 pub fn answer() {
-    let Ok((library, mut socket)) = sandbox::take_descriptors() else {
-        return;
+    let (library, mut socket) = match sandbox::take_descriptors() {
+        Ok(descriptors) => descriptors,
+        Err(error) => {
+            let answers = Err::<Vec<Answer>, _>(format!("it is not loaded: {error}"));
+            // A parent that is gone needs no answer.
+            let _ = serde_json::to_writer(io::stdout(), &answers);
+            println!();
+            return;
+        }
     };
     let answers = read_questions(&mut socket).and_then(|questions| {
         let path = sandbox::enter(library, &socket)?;

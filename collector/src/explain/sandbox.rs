@@ -33,7 +33,7 @@ use seccompiler::{
     TargetArch,
 };
 
-/// The user and group that own nothing.
+/// The user and group that own nothing. Not those of the watched process: its other processes could signal this one.
 const NOBODY: u32 = 65_534;
 /// CPU seconds. The parent's limit is real time; this one holds if the parent is gone.
 const CPU_SECONDS: u64 = 5;
