@@ -157,29 +157,17 @@ fn write(toolchain: &Toolchain, features: &[&str], folder: &Path) -> Result<()> 
 struct Toolchain(EbpfTools);
 
 impl Toolchain {
-    /// Installs what is missing, then looks for the tools.
+    /// The tools that variables name; for others, installs what is missing.
     fn find() -> Result<Self> {
-        // By their whole names, so that a search finds them.
-        let given = [
-            "RINGSIGHT_BPF_CARGO",
-            "RINGSIGHT_BPF_RUSTC",
-            "RINGSIGHT_BPF_LINKER",
-        ]
-        .map(variable);
-        if let [Some(cargo), Some(rustc), Some(linker)] = given {
-            return Ok(Self(EbpfTools {
-                cargo: cargo.into(),
-                rustc: rustc.into(),
-                linker: linker.into(),
-            }));
-        }
-        let found = setup::ebpf_tools()?;
-        let [cargo, rustc, linker] = given;
-        let (cargo, rustc) = match (cargo, rustc) {
-            (Some(cargo), Some(rustc)) => (cargo.into(), rustc.into()),
-            _ => (found.cargo, found.rustc),
+        let cargo = variable("RINGSIGHT_BPF_CARGO").zip(variable("RINGSIGHT_BPF_RUSTC"));
+        let linker = variable("RINGSIGHT_BPF_LINKER").map(PathBuf::from);
+        let found = match (&cargo, &linker) {
+            (Some(_), Some(_)) => EbpfTools::default(),
+            _ => setup::ebpf_tools()?,
         };
-        let linker = linker.map_or(found.linker, PathBuf::from);
+        let cargo = cargo.map(|(cargo, rustc)| (PathBuf::from(cargo), PathBuf::from(rustc)));
+        let (cargo, rustc) = cargo.unwrap_or((found.cargo, found.rustc));
+        let linker = linker.unwrap_or(found.linker);
         Ok(Self(EbpfTools { cargo, rustc, linker }))
     }
 

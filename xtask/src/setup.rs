@@ -52,7 +52,7 @@ struct Compiler {
 }
 
 /// What compiles eBPF programs.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct EbpfTools {
     /// A cargo and a rustc that can build `core` for `bpfel-unknown-none`.
     pub cargo: PathBuf,

@@ -51,6 +51,15 @@ impl Round {
             by: By::Others,
             failure: None,
         };
+        let fails = |by, code, texts, within| {
+            Some(Failure {
+                by,
+                code,
+                texts,
+                within,
+            })
+        };
+        let victim = self.victim;
         match self.fault {
             Fault::SlowBelow => says(Vec::new()),
             Fault::SlowAbove | Fault::Unusual | Fault::Checkpoint | Fault::Left => says(late()),
@@ -93,50 +102,33 @@ impl Round {
                 }
             }
             // Known at once.
-            Fault::Killed => Expectation {
-                failure: Some(Failure {
-                    by: By::Others,
-                    code: REMOTE_ERROR,
-                    texts: vec![format!("rank {} is gone", self.victim)],
-                    within: AT_ONCE,
-                }),
-                ..says(at_once(verdict("RANK_DEAD", "hang")))
-            },
-            Fault::Count | Fault::Order => Expectation {
-                failure: Some(Failure {
+            Fault::Killed => {
+                let texts = vec![format!("rank {victim} is gone")];
+                Expectation {
+                    failure: fails(By::Others, REMOTE_ERROR, texts, AT_ONCE),
+                    ..says(at_once(verdict("RANK_DEAD", "hang")))
+                }
+            }
+            Fault::Count | Fault::Order => {
+                let texts = vec![format!("rank {victim} called ")];
+                let mut differs = at_once(verdict("METADATA_MISMATCH", "hang"));
+                differs[0].words = " has called something else: ";
+                Expectation {
+                    failure: fails(By::All, INVALID_USAGE, texts, THRESHOLD + PROMISED),
                     by: By::All,
-                    code: INVALID_USAGE,
-                    texts: vec![format!("rank {} called ", self.victim)],
-                    within: THRESHOLD + PROMISED,
-                }),
-                by: By::All,
-                promises: vec![Promise {
-                    cause: "METADATA_MISMATCH",
-                    class: "hang",
-                    within: THRESHOLD + PROMISED,
-                    not_before: Duration::ZERO,
-                    operation: String::new(),
-                    words: " has called something else: ",
-                }],
-            },
-            Fault::Crossed => Expectation {
-                failure: Some(Failure {
-                    by: By::All,
-                    code: INVALID_USAGE,
-                    texts: ["each waits for the other".to_owned()]
-                        .into_iter()
-                        .chain(
-                            self.crossing()
-                                .into_iter()
-                                .flatten()
-                                .map(|rank| format!("rank {rank} ")),
-                        )
-                        .collect(),
-                    within: THRESHOLD + PROMISED + LASTS,
-                }),
+                    ..says(differs)
+                }
+            }
+            Fault::Crossed => {
+                let mut texts = vec!["each waits for the other".to_owned()];
+                let two = self.crossing().into_iter().flatten();
+                texts.extend(two.map(|rank| format!("rank {rank} ")));
                 // Which of the two finds out, or both, does not matter: the judge knows of that.
-                ..says(Vec::new())
-            },
+                Expectation {
+                    failure: fails(By::All, INVALID_USAGE, texts, THRESHOLD + PROMISED + LASTS),
+                    ..says(Vec::new())
+                }
+            }
         }
     }
 }

@@ -1,6 +1,7 @@
 //! The processes of a round, and what they are heard to say.
 
 use std::{
+    collections::BTreeMap,
     path::{Path, PathBuf},
     process::Command,
     sync::mpsc::RecvTimeoutError,
@@ -129,7 +130,7 @@ impl Job {
 /// Runs a round.
 pub(super) fn run(round: &Round, kind: RankKind, folder: &Path, setup: &Setup) -> Result<Observed> {
     fs::create_dir_all(folder)?;
-    let file: PathBuf = folder.join("round.json");
+    let file = folder.join("round.json");
     fs::write(&file, serde_json::to_string(round)?)?;
     let account = folder.join("truth.jsonl");
     let _ = fs::remove_file(&account);
@@ -153,12 +154,8 @@ pub(super) fn run(round: &Round, kind: RankKind, folder: &Path, setup: &Setup) -
     let mut job = Job::start(
         &started,
         |command| {
-            command
-                .arg("fault-worker")
-                .arg("--round")
-                .arg(&file)
-                .arg("--truth")
-                .arg(&account);
+            command.args(["fault-worker", "--round"]).arg(&file);
+            command.arg("--truth").arg(&account);
         },
         &variables,
     )?;
@@ -166,51 +163,28 @@ pub(super) fn run(round: &Round, kind: RankKind, folder: &Path, setup: &Setup) -
         job.debugger = Some(Debugger::start(&setup.xtask)?);
     }
     let killed = (round.fault == Fault::Killed).then_some(round.victim as usize);
-    let mut listening = Listening {
-        round,
-        account: &account,
-        logs: (0..job.ranks.count()).map(|_| LogParser::default()).collect(),
-        verdicts: Vec::new(),
-        text: String::new(),
-        stalled: Duration::ZERO,
-        open: 2 * job.ranks.count(),
-        faulty: None,
-        launched: 0,
-        failed: 0,
-        completed: 0,
-        ended_ns: None,
-        exited: false,
-        satisfied: None,
-    };
-    listening.listen(&mut job)?;
+    let mut listening = Listening::default();
+    listening.listen(round, &account, &mut job)?;
     let broken = job.wait(LIMIT, killed);
-    let Listening {
-        verdicts,
-        text,
-        stalled,
-        ended_ns,
-        ..
-    } = listening;
     Ok(Observed {
-        verdicts,
+        verdicts: listening.verdicts,
         truth: journal::read(&account)?,
-        ended_ns: ended_ns.unwrap_or(u64::MAX),
-        text,
-        stalled,
+        ended_ns: listening.ended_ns.unwrap_or(u64::MAX),
+        text: listening.text,
+        stalled: listening.stalled,
         broken,
     })
 }
 
-struct Listening<'a> {
-    round: &'a Round,
-    /// The file with the truth.
-    account: &'a Path,
-    logs: Vec<LogParser>,
+#[derive(Default)]
+struct Listening {
+    /// By process.
+    logs: BTreeMap<usize, LogParser>,
     verdicts: Vec<Verdict>,
     text: String,
     stalled: Duration,
-    /// Pipes that have not ended.
-    open: usize,
+    /// Pipes that have ended.
+    closed: usize,
     faulty: Option<Instant>,
     /// Ranks that have called the operation.
     launched: u32,
@@ -223,22 +197,22 @@ struct Listening<'a> {
     satisfied: Option<Instant>,
 }
 
-impl Listening<'_> {
-    /// Until all have ended.
-    fn listen(&mut self, job: &mut Job) -> Result<()> {
-        let expectation = self.round.expectation();
+impl Listening {
+    /// Until all have ended; `account` is the file with the truth.
+    fn listen(&mut self, round: &Round, account: &Path, job: &mut Job) -> Result<()> {
+        let expectation = round.expectation();
         let begin = Instant::now();
-        while self.open > 0 {
+        while self.closed < 2 * job.ranks.count() {
             let waiting = Instant::now();
             let heard = job.ranks.heard().recv_timeout(TURN);
             self.stalled = self.stalled.max(waiting.elapsed().saturating_sub(TURN));
             match heard {
-                Ok((index, heard)) => self.heard(job, index, heard)?,
+                Ok((index, heard)) => self.heard(round, account, job, (index, heard))?,
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
             }
             if begin.elapsed() > LIMIT {
-                let known = fs::read_to_string(self.account).unwrap_or_default();
+                let known = fs::read_to_string(account).unwrap_or_default();
                 bail!(
                     "the ranks have not ended after {LIMIT:?}; they know:\n{known}they said:\n{}",
                     self.text
@@ -246,7 +220,7 @@ impl Listening<'_> {
             }
             let Some(faulty) = self.faulty else { continue };
             if self.ended_ns.is_none() {
-                if self.has_all(&expectation) {
+                if self.has_all(round, &expectation) {
                     self.satisfied.get_or_insert_with(Instant::now);
                 }
                 let satisfied = self.satisfied.is_some_and(|since| since.elapsed() >= GRACE);
@@ -257,7 +231,7 @@ impl Listening<'_> {
                     job.resume()?;
                 }
             }
-            if self.completed == self.round.ranks && !self.exited {
+            if self.completed == round.ranks && !self.exited {
                 self.exited = true;
                 job.ranks.tell_all("exit");
             }
@@ -265,32 +239,31 @@ impl Listening<'_> {
         Ok(())
     }
 
-    fn heard(&mut self, job: &mut Job, index: usize, heard: Heard) -> Result<()> {
-        let Heard::Line { line, ns, .. } = heard else {
-            self.open -= 1;
+    fn heard(&mut self, round: &Round, account: &Path, job: &mut Job, heard: (usize, Heard)) -> Result<()> {
+        let (index, Heard::Line { line, ns, .. }) = heard else {
+            self.closed += 1;
             return Ok(());
         };
-        self.verdicts.extend(self.logs[index].line(&line, ns));
+        let log = self.logs.entry(index).or_default();
+        self.verdicts.extend(log.line(&line, ns));
         match line.as_str() {
             "fault" => {
                 self.faulty = Some(Instant::now());
                 // The kernel is stopped: the rank that it waits for may come.
-                if self.round.comes_last().is_some() {
+                if round.comes_last().is_some() {
                     job.ranks.tell_all("turn");
                 }
             }
             "hold" => {
                 let process = job.ranks.processes()[index].pid();
-                job.debugger
-                    .as_mut()
-                    .context("nothing to hold it")?
-                    .hold(process)?;
-                Journal::open(self.account)?.note(self.round.victim, What::Fault)?;
+                let debugger = job.debugger.as_mut().context("nothing to hold it")?;
+                debugger.hold(process)?;
+                Journal::open(account)?.note(round.victim, What::Fault)?;
                 self.faulty = Some(Instant::now());
             }
             "launched" => {
                 self.launched += 1;
-                if self.round.victim_calls_last() && self.launched + 1 == self.round.ranks {
+                if round.victim_calls_last() && self.launched + 1 == round.ranks {
                     job.ranks.tell_all("turn");
                 }
             }
@@ -303,20 +276,12 @@ impl Listening<'_> {
     }
 
     /// Whether everything that is expected has been said.
-    fn has_all(&self, expectation: &Expectation) -> bool {
-        let round = self.round;
+    fn has_all(&self, round: &Round, expectation: &Expectation) -> bool {
         let of = |by: By| (0..round.ranks).filter(move |rank| round.expects_of(by, *rank));
-        let said = |rank| {
-            self.verdicts
-                .iter()
-                .filter(|verdict| verdict.rank == rank)
-                .count()
-        };
-        let failures = expectation
-            .failure
-            .as_ref()
-            .map_or(0, |failure| of(failure.by).count());
-        of(expectation.by).all(|rank| said(rank) >= expectation.promises.len())
+        let said = |rank| self.verdicts.iter().filter(move |verdict| verdict.rank == rank);
+        let failure = expectation.failure.as_ref();
+        let failures = failure.map_or(0, |failure| of(failure.by).count());
+        of(expectation.by).all(|rank| said(rank).count() >= expectation.promises.len())
             && self.failed as usize >= failures
     }
 }

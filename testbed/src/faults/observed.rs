@@ -47,7 +47,7 @@ impl Verdict {
 }
 
 /// What came of a round.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Observed {
     pub(super) verdicts: Vec<Verdict>,
     pub(super) truth: Vec<Event>,

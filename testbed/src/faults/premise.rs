@@ -226,59 +226,35 @@ mod tests {
             [[10, 11], [410, 411], [14, 15]],
             [[1000, 1001], [1200, 1201], [1010, 1011]],
         );
-        let first = "AllReduce(count 1), ring, collective 0";
+        let of = |number: u32| format!("AllReduce(count 1), ring, collective {number}");
         let late = "NOT_LAUNCHED (late): rank 1 has not launched it";
-        slow.verdicts = vec![verdict(0, 3, 350, first, late)];
-        assert_eq!(eager(Fault::SlowAbove, &slow), 0);
-        slow.verdicts = vec![verdict(
-            0,
-            3,
-            1350,
-            "AllReduce(count 1), ring, collective 1",
-            late,
-        )];
-        assert_eq!(eager(Fault::SlowAbove, &slow), 1);
-        slow.verdicts[0].operation = "AllReduce(count 1), ring, collective 0 of graph 1, replay 2".to_owned();
-        assert_eq!(count(Fault::SlowAbove, Mode::Graph, Source::Events, &slow), 1);
-        assert_eq!(
-            count(Fault::SlowAbove, Mode::Graph, Source::Pages, &slow),
-            0,
-            "unknown"
-        );
-        slow.verdicts = vec![verdict(
-            0,
-            3,
-            350,
-            first,
-            "NO_ANSWER (hang): rank 1 does not answer",
-        )];
-        assert_eq!(eager(Fault::SlowAbove, &slow), 1);
-        slow.verdicts = vec![verdict(0, 3, 350, first, "NOT_LAUNCHED (hang): rank 1 has not")];
-        assert_eq!(eager(Fault::Withheld, &slow), 0);
-        slow.verdicts = vec![verdict(0, 3, 350, first, "NOT_LAUNCHED (hang): rank 2 has not")];
-        assert_eq!(eager(Fault::Withheld, &slow), 1);
-        slow.verdicts = vec![verdict(
-            0,
-            3,
-            9001,
-            first,
-            "PEER_ABORTED (hang): rank 2 has given it up",
-        )];
-        assert_eq!(
-            (eager(Fault::Withheld, &slow), eager(Fault::SlowAbove, &slow)),
-            (0, 1)
-        );
-        slow.verdicts = vec![verdict(
-            0,
-            3,
-            350,
-            first,
-            "METADATA_MISMATCH (hang): rank 2 has called",
-        )];
-        assert_eq!(
-            (eager(Fault::Count, &slow), eager(Fault::SlowAbove, &slow)),
-            (0, 1)
-        );
+        let mut says = |ms, operation: &str, text| {
+            slow.verdicts = vec![verdict(0, 3, ms, operation, text)];
+            slow.clone()
+        };
+        assert_eq!(eager(Fault::SlowAbove, &says(350, &of(0), late)), 0);
+        assert_eq!(eager(Fault::SlowAbove, &says(1350, &of(1), late)), 1);
+        let replay = says(1350, &format!("{} of graph 1, replay 2", of(0)), late);
+        assert_eq!(count(Fault::SlowAbove, Mode::Graph, Source::Events, &replay), 1);
+        let unknown = count(Fault::SlowAbove, Mode::Graph, Source::Pages, &replay);
+        assert_eq!(unknown, 0);
+        let hang = says(350, &of(0), "NO_ANSWER (hang): rank 1 does not answer");
+        assert_eq!(eager(Fault::SlowAbove, &hang), 1);
+        let meant = says(350, &of(0), "NOT_LAUNCHED (hang): rank 1 has not");
+        assert_eq!(eager(Fault::Withheld, &meant), 0);
+        let other = says(350, &of(0), "NOT_LAUNCHED (hang): rank 2 has not");
+        assert_eq!(eager(Fault::Withheld, &other), 1);
+        for (ms, text, fault) in [
+            (
+                9001,
+                "PEER_ABORTED (hang): rank 2 has given it up",
+                Fault::Withheld,
+            ),
+            (350, "METADATA_MISMATCH (hang): rank 2 has called", Fault::Count),
+        ] {
+            let said = says(ms, &of(0), text);
+            assert_eq!((eager(fault, &said), eager(Fault::SlowAbove, &said)), (0, 1));
+        }
     }
 
     #[test]

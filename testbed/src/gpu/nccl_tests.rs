@@ -96,24 +96,21 @@ pub(super) fn program(operation: &str) -> String {
 
 /// The Makefile's variables: Hopper and, as PTX, what comes after it; no MPI.
 fn variables(built: &Path, cuda: &Path, nvcc: &Path, home: &Path) -> Vec<String> {
-    let folder = |path: &Path| path.display().to_string();
-    let mut variables = vec![
-        format!("BUILDDIR={}", folder(built)),
-        format!("CUDA_HOME={}", folder(cuda)),
-        format!("CUDA_LIB={}", folder(&cuda.join("lib"))),
-        format!("NVCC={}", folder(nvcc)),
-        format!("NCCL_HOME={}", folder(home)),
+    let folders = [
+        ("BUILDDIR", built),
+        ("CUDA_HOME", cuda),
+        ("CUDA_LIB", &cuda.join("lib")),
+        ("NVCC", nvcc),
+        ("NCCL_HOME", home),
     ];
-    variables.extend(
-        [
-            "CUDARTLIB=cudart",
-            "MPI=0",
-            // The checks are most of what is compiled: one file for all programs.
-            "DSO=1",
-            "NVCC_GENCODE=-gencode=arch=compute_90,code=sm_90 -gencode=arch=compute_90,code=compute_90",
-        ]
-        .map(str::to_owned),
-    );
+    let mut variables: Vec<_> = folders
+        .map(|(name, folder)| format!("{name}={}", folder.display()))
+        .into();
+    variables.extend(["CUDARTLIB=cudart", "MPI=0"].map(str::to_owned));
+    // The checks are most of what is compiled: one file for all programs.
+    variables.push("DSO=1".to_owned());
+    let codes = ["sm_90", "compute_90"].map(|code| format!("-gencode=arch=compute_90,code={code}"));
+    variables.push(format!("NVCC_GENCODE={}", codes.join(" ")));
     variables.push(format!("BIN_FILES_LIST={}", OPERATIONS.join(" ")));
     variables
 }

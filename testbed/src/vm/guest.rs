@@ -308,12 +308,8 @@ impl Guest {
         command
             // Emulated, also where /dev/kvm is: it may be one that runs no ordinary kernel, and what is tested needs no speed.
             .args(["-M", "q35", "-accel", "tcg,thread=multi", "-cpu", "max"])
-            .args([
-                "-m",
-                &self.memory.to_string(),
-                "-smp",
-                &self.processors.to_string(),
-            ])
+            .args(["-m", &self.memory.to_string()])
+            .args(["-smp", &self.processors.to_string()])
             .args(["-nodefaults", "-display", "none", "-no-reboot"])
             .arg("-monitor")
             .arg(format!("unix:{MONITOR},server=on,wait=off"))

@@ -6,6 +6,7 @@
 //! injected, and hangs abort: a single one ends the job.
 
 use std::{
+    collections::BTreeMap,
     sync::mpsc::RecvTimeoutError,
     time::{Duration, Instant},
 };
@@ -198,23 +199,23 @@ impl Lags {
 
 /// Until all have ended, told to after a time.
 fn listen(job: &mut Job, time: Duration) -> Result<Listened> {
-    let (mut open, mut text) = (2 * job.ranks.count(), String::new());
-    let mut logs: Vec<LogParser> = (0..job.ranks.count()).map(|_| LogParser::default()).collect();
+    let (mut closed, mut text) = (0, String::new());
+    let mut logs: BTreeMap<usize, LogParser> = BTreeMap::new();
     let (mut verdicts, mut lags) = (Vec::new(), Lags::default());
     let (mut begin, mut told) = (Instant::now(), false);
-    while open > 0 {
+    while closed < 2 * job.ranks.count() {
         let turn = monotonic_ns();
         let heard = job.ranks.heard().recv_timeout(TURN);
         lags.turn(turn);
         match heard {
             Ok((index, Heard::Line { line, ns, .. })) => {
-                verdicts.extend(logs[index].line(&line, ns));
+                verdicts.extend(logs.entry(index).or_default().line(&line, ns));
                 if !job.ranks.pass_id_on(index, &line) && line == "fault" {
                     begin = Instant::now();
                 }
                 text = text + &line + "\n";
             }
-            Ok((_, Heard::End(_))) => open -= 1,
+            Ok((_, Heard::End(_))) => closed += 1,
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => break,
         }

@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::nccl_tests_output::Run;
@@ -78,24 +79,20 @@ pub(super) struct Measured {
     pub(super) run: Run,
 }
 
-/// One line of the table.
-#[derive(Clone, Debug, PartialEq)]
+/// One line of the table, as the report has it.
+#[derive(Clone, Debug, Serialize)]
 struct Line {
+    gpus: usize,
     operation: &'static str,
     bytes: u64,
     /// Microseconds, and how: `graph`, `eager`, with `-R`.
-    ours: Option<(f64, String)>,
-    nccl: Option<(f64, String)>,
+    ours_us: Option<f64>,
+    ours_how: Option<String>,
+    nccl_us: Option<f64>,
+    nccl_how: Option<String>,
+    ratio: Option<f64>,
     goal: f64,
-}
-
-impl Line {
-    fn ratio(&self) -> Option<f64> {
-        match (&self.ours, &self.nccl) {
-            (Some((ours, _)), Some((nccl, _))) if *nccl > 0.0 => Some(ours / nccl),
-            _ => None,
-        }
-    }
+    met: Option<bool>,
 }
 
 /// The shortest time at this size among runs that fit, with how it was had.
@@ -108,36 +105,41 @@ fn best<'a>(runs: impl Iterator<Item = &'a Measured>, bytes: u64) -> Option<(f64
     .min_by(|a, b| a.0.total_cmp(&b.0))
 }
 
+/// Those of a goal and a size; `None` if nothing was measured.
+fn line(goal: &Goal, bytes: u64, measured: &[Measured], gpus: usize) -> Option<Line> {
+    let of = |ours: bool| {
+        let is_of =
+            move |run: &&Measured| run.ours == ours && !run.engines && run.operation == goal.operation;
+        measured.iter().filter(is_of)
+    };
+    let fits =
+        |run: &&Measured| (run.graph > 0 || !goal.graph) && (run.registered == 0 || goal.registered != [0]);
+    let (ours_us, ours_how) = best(of(true).filter(fits), bytes).unzip();
+    let compared = of(false).filter(|run| goal.registered.contains(&run.registered));
+    let (nccl_us, nccl_how) = best(compared, bytes).unzip();
+    let ratio = ours_us.zip(nccl_us).map(|(ours, nccl)| ours / nccl);
+    let most = if gpus <= 2 { goal.ratio.0 } else { goal.ratio.1 };
+    (ours_us.is_some() || nccl_us.is_some()).then(|| Line {
+        gpus,
+        operation: goal.operation,
+        bytes,
+        ours_us,
+        ours_how,
+        nccl_us,
+        nccl_how,
+        ratio,
+        goal: most,
+        met: ratio.map(|ratio| ratio <= most),
+    })
+}
+
 fn lines(goals: &[Goal], measured: &[Measured], gpus: usize) -> Vec<Line> {
-    let mut lines = Vec::new();
-    for goal in goals {
-        for bytes in goal.sizes {
-            let of = |ours: bool| {
-                measured
-                    .iter()
-                    .filter(move |run| run.ours == ours && !run.engines && run.operation == goal.operation)
-            };
-            let line = Line {
-                operation: goal.operation,
-                bytes: *bytes,
-                ours: best(
-                    of(true)
-                        .filter(|run| run.graph > 0 || !goal.graph)
-                        .filter(|run| run.registered == 0 || goal.registered != [0]),
-                    *bytes,
-                ),
-                nccl: best(
-                    of(false).filter(|run| goal.registered.contains(&run.registered)),
-                    *bytes,
-                ),
-                goal: if gpus <= 2 { goal.ratio.0 } else { goal.ratio.1 },
-            };
-            if line.ours.is_some() || line.nccl.is_some() {
-                lines.push(line);
-            }
-        }
-    }
-    lines
+    let sizes = goals
+        .iter()
+        .flat_map(|goal| goal.sizes.iter().map(move |bytes| (goal, *bytes)));
+    sizes
+        .filter_map(|(goal, bytes)| line(goal, bytes, measured, gpus))
+        .collect()
 }
 
 /// Bytes as people write them.
@@ -158,42 +160,25 @@ pub(super) fn table(measured: &[Measured], gpus: usize) -> (String, Value) {
          {:<15} {:>8}  {:>22}  {:>22}  {:>6}  {:>6}\n",
         "operation", "size", "ours", "NCCL", "ratio", "goal"
     );
-    let cell = |time: &Option<(f64, String)>| {
-        time.as_ref()
-            .map_or_else(|| "-".to_owned(), |(micros, how)| format!("{micros:.2} ({how})"))
+    let cell = |micros: Option<f64>, how: &Option<String>| {
+        let both = micros.zip(how.as_ref());
+        both.map_or_else(|| "-".to_owned(), |(micros, how)| format!("{micros:.2} ({how})"))
     };
-    let mut values = Vec::new();
     for line in &lines {
-        let ratio = line.ratio();
         let _ = writeln!(
             text,
             "{:<15} {:>8}  {:>22}  {:>22}  {:>6}  {:>6}  {}",
             line.operation,
             size(line.bytes),
-            cell(&line.ours),
-            cell(&line.nccl),
-            ratio.map_or_else(|| "-".to_owned(), |ratio| format!("{ratio:.2}")),
+            cell(line.ours_us, &line.ours_how),
+            cell(line.nccl_us, &line.nccl_how),
+            line.ratio
+                .map_or_else(|| "-".to_owned(), |ratio| format!("{ratio:.2}")),
             line.goal,
-            match ratio {
-                Some(ratio) if ratio <= line.goal => "met",
-                Some(_) => "missed",
-                None => "",
-            }
+            line.met.map_or("", |met| if met { "met" } else { "missed" })
         );
-        values.push(json!({
-            "gpus": gpus,
-            "operation": line.operation,
-            "bytes": line.bytes,
-            "ours_us": line.ours.as_ref().map(|(micros, _)| micros),
-            "ours_how": line.ours.as_ref().map(|(_, how)| how),
-            "nccl_us": line.nccl.as_ref().map(|(micros, _)| micros),
-            "nccl_how": line.nccl.as_ref().map(|(_, how)| how),
-            "ratio": ratio,
-            "goal": line.goal,
-            "met": ratio.map(|ratio| ratio <= line.goal),
-        }));
     }
-    (text, Value::Array(values))
+    (text, json!(lines))
 }
 
 /// Operations that copy engines do in windows, against the fastest way of kernels, ours and NCCL's; empty if none was measured.
@@ -218,16 +203,14 @@ pub(super) fn engines(measured: &[Measured]) -> (String, Value) {
             let kernels = of(true, false).filter(|run| run.registered == 0);
             let by_kernels = best(kernels, bytes).map(|(micros, _)| micros);
             let nccl_by_kernels = micros(false, false);
-            let cell =
-                |time: Option<f64>| time.map_or_else(|| "-".to_owned(), |micros| format!("{micros:.1}"));
+            let [ours_cell, nccl_cell, kernels_cell, nccl_kernels_cell] =
+                [ours, nccl, by_kernels, nccl_by_kernels]
+                    .map(|time| time.map_or_else(|| "-".to_owned(), |micros| format!("{micros:.1}")));
             let _ = writeln!(
                 text,
-                "{operation:<15} {:>8}  by copy engines: ours {}, NCCL {}; by kernels: ours {}, NCCL {}",
-                size(bytes),
-                cell(ours),
-                cell(nccl),
-                cell(by_kernels),
-                cell(nccl_by_kernels)
+                "{operation:<15} {:>8}  by copy engines: ours {ours_cell}, NCCL {nccl_cell}; \
+                 by kernels: ours {kernels_cell}, NCCL {nccl_kernels_cell}",
+                size(bytes)
             );
             values.push(json!({
                 "operation": operation,
@@ -240,10 +223,8 @@ pub(super) fn engines(measured: &[Measured]) -> (String, Value) {
         }
     }
     if !text.is_empty() {
-        text.insert_str(
-            0,
-            "Windows (-R 2) with NCCL_CTA_POLICY=2, us; best of eager and graph\n",
-        );
+        let head = "Windows (-R 2) with NCCL_CTA_POLICY=2, us; best of eager and graph\n";
+        text.insert_str(0, head);
     }
     (text, Value::Array(values))
 }
@@ -267,6 +248,14 @@ mod tests {
         }
     }
 
+    fn ours(line: &Line) -> (f64, &str) {
+        (line.ours_us.unwrap(), line.ours_how.as_deref().unwrap())
+    }
+
+    fn nccl(line: &Line) -> (f64, &str) {
+        (line.nccl_us.unwrap(), line.nccl_how.as_deref().unwrap())
+    }
+
     #[test]
     fn the_best_that_a_goal_admits_counts() {
         let all = [
@@ -285,13 +274,13 @@ mod tests {
         };
         // Ours in graphs; NCCL's best without registration is eager.
         let short = of(8, 0.45);
-        assert_eq!(short.ours, Some((2.0, "graph -R 0".to_owned())));
-        assert_eq!(short.nccl, Some((5.0, "eager -R 0".to_owned())));
-        assert_eq!(short.ratio(), Some(0.4));
-        assert_eq!(of(8, 0.75).nccl, Some((4.0, "graph -R 2".to_owned())));
+        assert_eq!(ours(short), (2.0, "graph -R 0"));
+        assert_eq!(nccl(short), (5.0, "eager -R 0"));
+        assert_eq!(short.ratio, Some(0.4));
+        assert_eq!(nccl(of(8, 0.75)), (4.0, "graph -R 2"));
         let long = of(64 * MIB, 0.85);
-        assert_eq!(long.ours, Some((60.0, "eager -R 0".to_owned())));
-        assert_eq!(long.nccl, Some((80.0, "graph -R 2".to_owned())));
+        assert_eq!(ours(long), (60.0, "eager -R 0"));
+        assert_eq!(nccl(long), (80.0, "graph -R 2"));
         // What was not measured has no line.
         assert!(lines.iter().all(|line| line.bytes != GIB));
     }
@@ -324,12 +313,10 @@ mod tests {
             measured(false, 0, 20, &[(8, 5.0)]),
             measured(false, 2, 20, &[(8, 4.0)]),
         ];
-        let ratios: Vec<_> = lines(GOALS, &all, 2).iter().map(Line::ratio).collect();
+        let lines = lines(GOALS, &all, 2);
+        let ratios: Vec<_> = lines.iter().map(|line| line.ratio).collect();
         assert_eq!(ratios, [Some(0.5), Some(0.5)]);
-        assert_eq!(
-            lines(GOALS, &all, 2)[0].ours,
-            Some((2.5, "graph -R 0".to_owned()))
-        );
+        assert_eq!(ours(&lines[0]), (2.5, "graph -R 0"));
     }
 
     #[test]
@@ -352,12 +339,8 @@ mod tests {
         );
         assert_eq!(values[0]["nccl_by_engines_us"], 95.0);
         // They do not count where goals are for kernels.
-        let lines = lines(GOALS, &all, 2);
-        assert!(
-            lines
-                .iter()
-                .all(|line| line.ours == Some((100.0, "eager -R 0".to_owned())) && line.nccl.is_none())
-        );
+        let is_by_kernels = |line: &Line| ours(line) == (100.0, "eager -R 0") && line.nccl_us.is_none();
+        assert!(lines(GOALS, &all, 2).iter().all(is_by_kernels));
         assert!(engines(&all[..1]).0.is_empty());
     }
 

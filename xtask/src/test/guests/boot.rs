@@ -51,6 +51,19 @@ pub(super) struct Ran {
     pub(super) took: Duration,
 }
 
+impl Ran {
+    /// Of a job that counts as one test.
+    fn whole(output: String, problem: Option<String>, took: Duration) -> Self {
+        let counts = problem.as_ref().map_or(Counts::PASSED, |_| Counts::FAILED);
+        Self {
+            counts,
+            problem,
+            output,
+            took,
+        }
+    }
+}
+
 /// Jobs of one guest.
 #[derive(Debug)]
 pub(super) struct Boot<'a> {
@@ -87,20 +100,7 @@ impl<'a> Boot<'a> {
             Program::Script(_) | Program::Cargo { .. } => None,
         };
         if let Some((output, problem)) = alone {
-            let counts = match problem {
-                None => Counts::PASSED,
-                Some(_) => Counts::FAILED,
-            };
-            let took = start.elapsed();
-            each(
-                self.jobs[0],
-                &Ran {
-                    counts,
-                    problem,
-                    output,
-                    took,
-                },
-            );
+            each(self.jobs[0], &Ran::whole(output, problem, start.elapsed()));
             return Ok(());
         }
         let mut programs = BTreeMap::new();
@@ -138,17 +138,7 @@ impl<'a> Boot<'a> {
                         Err(error) => format!("{error:#}"),
                         Ok(ended) => format!("the guest ended before it, with exit code {}", ended.code),
                     };
-                    let counts = Counts::FAILED;
-                    let took = start.elapsed();
-                    each(
-                        job,
-                        &Ran {
-                            counts,
-                            problem: Some(problem),
-                            output: open,
-                            took,
-                        },
-                    );
+                    each(job, &Ran::whole(open, Some(problem), start.elapsed()));
                     left = left.get(1..).unwrap_or_default();
                     tries = 1;
                 }
@@ -215,11 +205,8 @@ fn read(output: &str) -> (Vec<Said>, String) {
     let (mut begun, mut warned) = (0.0, 0);
     for line in output.lines().map(|line| line.trim_end_matches('\r')) {
         if let Some(words) = line.strip_prefix(BEGIN) {
-            begun = words
-                .split(' ')
-                .nth(1)
-                .and_then(|up| up.parse().ok())
-                .unwrap_or(0.0);
+            let uptime = words.split(' ').nth(1).and_then(|up| up.parse().ok());
+            begun = uptime.unwrap_or(0.0);
             text.clear();
         } else if let Some(end) = line.strip_prefix(END).and_then(numbers) {
             let (code, warnings, uptime) = end;
@@ -251,16 +238,10 @@ fn numbers(words: &str) -> Option<(u8, u64, f64)> {
 impl Said {
     /// What a job came to, and what was wrong with it.
     fn judge(&self, program: Program, ended: &Result<Ended>) -> Ran {
-        let mut counts = Counts::PASSED;
-        if let Program::Cargo { .. } = program {
-            counts =
-                self.output
-                    .lines()
-                    .filter_map(Counts::of_line)
-                    .fold(Counts::default(), |mut sum, more| {
-                        sum.add(more);
-                        sum
-                    });
+        let is_counted = matches!(program, Program::Cargo { .. });
+        let mut counts = Counts::default();
+        for more in self.output.lines().filter_map(Counts::of_line) {
+            counts.add(more);
         }
         let problem = match self {
             Self { code: 1.., .. } => Some(format!("exit code {}", self.code)),
@@ -272,21 +253,17 @@ impl Said {
                     text.unwrap_or_default()
                 ))
             }
-            _ if counts.passed == 0 => Some("no test ran".to_owned()),
+            _ if is_counted && counts.passed == 0 => Some("no test ran".to_owned()),
             _ => None,
         };
-        if problem.is_some() {
-            counts = match program {
-                Program::Cargo { .. } => counts.at_least_one_failed(),
-                _ => Counts::FAILED,
+        let mut ran = Ran::whole(self.output.clone(), problem, self.took);
+        if is_counted {
+            ran.counts = match ran.problem {
+                Some(_) => counts.at_least_one_failed(),
+                None => counts,
             };
         }
-        Ran {
-            counts,
-            problem,
-            output: self.output.clone(),
-            took: self.took,
-        }
+        ran
     }
 }
 

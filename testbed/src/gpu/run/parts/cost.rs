@@ -18,7 +18,10 @@ use super::{
     collector::{Attach, attached, prepared},
     driver::{driver_on, figure},
 };
-use crate::process::{Guarded, log_to, reason};
+use crate::{
+    process::{Guarded, log_to, reason},
+    stats::quantile,
+};
 
 /// The most rounds; fewer where the part's time is over before.
 const ROUNDS: usize = 16;
@@ -114,10 +117,7 @@ fn once(steps: &Steps<'_>, way: &Way, folder: &Path) -> Result<Times> {
 /// Quartiles and the median.
 fn quartiles(mut values: Vec<f64>) -> [f64; 3] {
     values.sort_by(f64::total_cmp);
-    [1, 2, 3].map(|quarter| {
-        let at = quarter * values.len().saturating_sub(1) / 4;
-        values.get(at).copied().unwrap_or(f64::NAN)
-    })
+    [0.25, 0.5, 0.75].map(|part| quantile(&values, part).unwrap_or(f64::NAN))
 }
 
 fn rounds(steps: &Steps<'_>) -> Result<Vec<[Times; WAYS.len()]>> {
