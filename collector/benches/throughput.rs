@@ -190,7 +190,7 @@ fn run(case: &Case, seconds: f64) -> serde_json::Value {
             samples.extend(raw.into_iter().map(Sample::from));
             collector.ingest(&mut samples);
             // The live loop exports at this many spans too, or after 200 ms.
-            if collector.batched_spans() >= 16_384 {
+            if collector.batched() >= 16_384 {
                 let batch = collector.take_batch();
                 let left = encoder.traces(&batch.spans, REQUEST_BYTES, |message, spans| {
                     encoded_spans += spans as u64;

@@ -11,8 +11,8 @@ use crate::{
     identity::InstanceKey,
 };
 
-/// Operations that are remembered as ones on which a verdict was given.
-const REMEMBERED: usize = 4096;
+/// Operations of a process that are remembered as ones on which it gave a verdict.
+const REMEMBERED: usize = 1024;
 
 /// A rank, whatever communicator: its process and device.
 type Who = (u32, i32);
@@ -22,9 +22,27 @@ type Who = (u32, i32);
 pub(crate) struct Awaited {
     /// What each rank was in last, and until when.
     last: FxHashMap<Who, (u64, Whereabouts)>,
-    /// Operations on which a verdict was given, on any rank.
-    judged: FxHashSet<InstanceKey>,
-    judged_order: VecDeque<InstanceKey>,
+    /// Operations on which a verdict was given, by the process that gave it.
+    judged: FxHashMap<u32, Judged>,
+}
+
+#[derive(Debug, Default)]
+struct Judged {
+    known: FxHashSet<InstanceKey>,
+    order: VecDeque<InstanceKey>,
+}
+
+impl Judged {
+    fn insert(&mut self, key: InstanceKey) {
+        if self.known.insert(key) {
+            self.order.push_back(key);
+            if self.order.len() > REMEMBERED
+                && let Some(oldest) = self.order.pop_front()
+            {
+                self.known.remove(&oldest);
+            }
+        }
+    }
 }
 
 /// A part of an operation of a communicator that is known.
@@ -61,12 +79,13 @@ impl Awaited {
     /// Nothing refers to a process any more.
     pub(crate) fn exited(&mut self, pid: u32) {
         self.last.retain(|(of, _), _| *of != pid);
+        self.judged.remove(&pid);
     }
 
     /// Whether an unfinished part is told in the trace of its operation: it has `ended` with its process, or it hangs, or others
     /// wait for its rank. Anything else may go on, and whoever sees it end tells it.
     pub(crate) fn is_told(&self, part: &RankOperation, ended: bool) -> bool {
-        let hangs = |key| self.judged.contains(&key);
+        let hangs = |key| self.judged.values().any(|judged| judged.known.contains(&key));
         part.instance()
             .is_some_and(|key| ended || part.awaited_in.is_some() || hangs(key))
     }
@@ -80,17 +99,10 @@ impl Awaited {
     ) -> Option<Whereabouts> {
         let here = whereabouts(part, communicators, false)?;
         let verdict = part.verdicts.last()?;
-        if self.judged.insert(here.key) {
-            self.judged_order.push_back(here.key);
-            if self.judged_order.len() > REMEMBERED
-                && let Some(oldest) = self.judged_order.pop_front()
-            {
-                self.judged.remove(&oldest);
-            }
-        }
+        self.judged.entry(part.pid).or_default().insert(here.key);
         let culprit = communicators
             .get(part.comm)
-            .and_then(|known| known.members.iter().find(|member| member.rank == verdict.culprit))
+            .and_then(|known| known.of_rank(verdict.culprit))
             .map(|member| (member.pid, member.device));
         let culprit = culprit.filter(|culprit| Some(*culprit) != who(part, communicators))?;
         let running: Vec<_> = correlator

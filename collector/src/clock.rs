@@ -11,6 +11,8 @@ use std::collections::VecDeque;
 pub const STEP_NS: i64 = 2_000_000;
 /// How often a sample is due.
 pub const INTERVAL_NS: u64 = 1_000_000_000;
+/// How much later than it was told the time is at most, when something that has happened is taken in.
+const AHEAD_NS: u64 = 1_000_000_000;
 /// Samples kept: operations that began longer ago are converted with the oldest.
 const SAMPLES: usize = 600;
 
@@ -31,6 +33,8 @@ pub struct Clock {
     samples: VecDeque<ClockSample>,
     /// When it was last told what time it is.
     now_ns: u64,
+    /// Nothing that has happened is later than this.
+    latest_ns: u64,
 }
 
 impl Clock {
@@ -40,6 +44,7 @@ impl Clock {
         Self {
             samples: VecDeque::from([sample]),
             now_ns: sample.monotonic_ns,
+            latest_ns: u64::MAX,
         }
     }
 
@@ -76,6 +81,7 @@ impl Clock {
     /// Takes a sample of this machine's clocks if one is due at `now_ns`.
     pub fn refresh(&mut self, now_ns: u64) {
         self.now_ns = self.now_ns.max(now_ns);
+        self.latest_ns = self.now_ns.saturating_add(AHEAD_NS);
         if self.latest().monotonic_ns.saturating_add(INTERVAL_NS) <= now_ns {
             self.push(read());
         }
@@ -92,6 +98,14 @@ impl Clock {
     #[must_use]
     pub fn observed_unix_ns(&self, monotonic_ns: u64) -> u64 {
         self.unix_ns(monotonic_ns.max(self.now_ns))
+    }
+
+    /// What has happened has happened by then, monotonic nanoseconds: a second after the last [`Clock::refresh`]. A clock that is never
+    /// told the time knows no such moment, and gives the last of all.
+    #[inline]
+    #[must_use]
+    pub fn latest_ns(&self) -> u64 {
+        self.latest_ns
     }
 
     /// How far off [`Clock::unix_ns`] can be at the moment.

@@ -1,21 +1,22 @@
 //! The whole line from samples to a [`Batch`].
 
-use std::sync::Arc;
+use std::{collections::VecDeque, sync::Arc};
 
 use ringsight_exporters::model::{Batch, ExportStats};
 use ringsight_probes::{network::NetworkEvent, sample::Sample};
-use ringsight_records::{Flags, Function, Kind, PathChange, State, VERSION};
+use ringsight_records::{Flags, Function, Kind, PathChange, Record, State, VERSION};
 
 use crate::{
     awaited::Awaited,
     clock::Clock,
     correlate::{
-        Correlator, Finished, Limits, RankOperation,
+        Correlator, Finished, RankOperation,
         communicators::{Communicators, Port},
-        instance::{Instance, Instances},
+        instance::{Context, Instance, Instances},
     },
     identity::{InstanceKey, Scope},
     lag,
+    limits::{LeftOut, Limit, Limits},
     metrics::{Metrics, Readings},
     network::{Network, Output},
     resource,
@@ -36,9 +37,15 @@ pub struct Options {
     pub lag_threshold_ns: u64,
     /// Bounds.
     pub limits: Limits,
-    /// Operation rows kept for a summary.
+    /// Operation rows kept for a summary: [`Limit::ListedOperations`].
     pub keep_operations: usize,
+    /// Processes of one user in different control groups have nothing to do with each other, as those of different users.
+    pub by_cgroup: bool,
 }
+
+/// Spans made at once, beyond those of one instance: a process that has many operations over at one moment takes no more memory
+/// for their spans than others do.
+pub const SPANS_AT_ONCE: usize = 32_768;
 
 impl Default for Options {
     fn default() -> Self {
@@ -49,6 +56,7 @@ impl Default for Options {
             lag_threshold_ns: lag::DEFAULT_THRESHOLD_NS,
             limits: Limits::default(),
             keep_operations: 0,
+            by_cgroup: false,
         }
     }
 }
@@ -69,12 +77,14 @@ pub struct Collector {
     log: OperationLog,
     batch: Batch,
     unfinished: u64,
+    claimed_twice: u64,
+    left_out: LeftOut,
     /// Processes that ended, with the time from which on nothing refers to them any more.
     gone: Vec<(u64, u32)>,
     now_ns: u64,
     finished: Vec<Finished>,
     ready: Vec<Instance>,
-    scratch: Vec<u64>,
+    arrivals: lag::Arrivals,
 }
 
 impl Collector {
@@ -85,7 +95,12 @@ impl Collector {
         Self {
             limits: options.limits,
             correlator: Correlator::new(options.limits),
-            communicators: Communicators::new(options.service.as_deref(), options.default_service.as_deref()),
+            communicators: Communicators::new(
+                options.service.as_deref(),
+                options.default_service.as_deref(),
+                options.by_cgroup,
+                &options.limits,
+            ),
             instances: Instances::default(),
             maker: SpanMaker::new(options.scope, options.lag_threshold_ns),
             network: Network::new(Arc::clone(&own)),
@@ -96,11 +111,13 @@ impl Collector {
             log: OperationLog::new(options.keep_operations),
             batch: Batch::default(),
             unfinished: 0,
+            claimed_twice: 0,
+            left_out: LeftOut::default(),
             gone: Vec::new(),
             now_ns,
             finished: Vec::new(),
             ready: Vec::new(),
-            scratch: Vec::new(),
+            arrivals: lag::Arrivals::default(),
         }
     }
 
@@ -111,14 +128,48 @@ impl Collector {
 
     /// Takes in samples, leaving the vector empty, and hands on what is over because of them.
     pub fn ingest(&mut self, samples: &mut Vec<Sample>) {
-        for sample in samples.drain(..) {
+        self.ingest_each(samples.drain(..));
+    }
+
+    /// The same of any source.
+    pub fn ingest_each(&mut self, samples: impl IntoIterator<Item = Sample>) {
+        for sample in samples {
             self.take(sample);
         }
         self.settle();
     }
 
-    fn take(&mut self, sample: Sample) {
-        match &sample {
+    /// Times that a process tells, none later than now: something in the far future would never be over.
+    #[inline]
+    fn hold_to_now(&self, sample: &mut Sample) {
+        let latest_ns = self.clock.latest_ns();
+        let hold = |ns: &mut u64| *ns = (*ns).min(latest_ns);
+        match sample {
+            Sample::Record { record, .. } => {
+                hold(&mut record.time_ns);
+                if record.kind == Kind::OpCompleted as u8 {
+                    hold(&mut record.value);
+                }
+            }
+            Sample::Description { description, .. } => {
+                let times = [
+                    &mut description.api_start_ns,
+                    &mut description.api_end_ns,
+                    &mut description.launch_start_ns,
+                    &mut description.launch_end_ns,
+                    &mut description.device_start_ns,
+                    &mut description.device_end_ns,
+                ];
+                times.into_iter().for_each(hold);
+            }
+            Sample::Verdict { given, .. } => hold(&mut given.time_ns),
+            _ => {}
+        }
+    }
+
+    fn take(&mut self, mut sample: Sample) {
+        self.hold_to_now(&mut sample);
+        match &mut sample {
             Sample::Process(process) => {
                 // A process id that is used again: what its former owner did is past.
                 if self
@@ -140,7 +191,10 @@ impl Collector {
                 self.gone.retain(|(_, pid)| *pid != process.pid);
                 self.communicators.watch(process);
             }
-            Sample::Communicator { pid, communicator } => self.communicators.enter(*pid, communicator),
+            Sample::Communicator { pid, communicator } => {
+                let limits = self.correlator.limits();
+                self.communicators.enter(*pid, communicator, limits);
+            }
             Sample::Device {
                 pid,
                 device,
@@ -162,6 +216,7 @@ impl Collector {
                 self.communicators.port(*pid, *index, port);
             }
             Sample::Record { pid, record, .. } if record.kind == Kind::CommDestroy as u8 => {
+                record.comm = self.communicators.named(*pid, record.comm);
                 let (network, mut output) = self.network();
                 network.end_failovers_of((*pid, record.comm, record.rank), &mut output);
                 self.communicators.destroyed(record.comm, *pid, record.rank);
@@ -169,6 +224,7 @@ impl Collector {
             Sample::Record { pid, record, .. }
                 if record.kind == Kind::Failover as u8 && record.version() == VERSION =>
             {
+                record.comm = self.communicators.named(*pid, record.comm);
                 let PathChange { port, number, .. } = PathChange::from_value(record.value);
                 self.network
                     .carries((*pid, port, number), record, &self.communicators);
@@ -190,7 +246,11 @@ impl Collector {
                 let carrier = record.carrier();
                 if carrier.port.is_some() {
                     let queue_pair = (*pid, carrier.port, carrier.number);
-                    self.network.carries(queue_pair, record, &self.communicators);
+                    let record = Record {
+                        comm: self.communicators.named(*pid, record.comm),
+                        ..*record
+                    };
+                    self.network.carries(queue_pair, &record, &self.communicators);
                 }
             }
             Sample::Watermark { time_ns, .. } => self.now_ns = self.now_ns.max(*time_ns),
@@ -201,7 +261,8 @@ impl Collector {
                 ) = (event.event, event.pid)
                 {
                     let device = self.network.name(&event.device);
-                    self.communicators.queue_pair(pid, qpn, &device);
+                    let limits = self.correlator.limits();
+                    self.communicators.queue_pair(pid, qpn, &device, limits);
                 }
                 let (network, mut output) = self.network();
                 network.take(event, &mut output);
@@ -240,6 +301,8 @@ impl Collector {
             counts,
             communicators: &self.communicators,
             clock: &self.clock,
+            limits: self.correlator.limits(),
+            now_ns: self.now_ns,
             spans: &mut self.batch.spans,
             logs: &mut self.batch.logs,
         };
@@ -249,16 +312,15 @@ impl Collector {
     /// What the correlator finished goes to the instances, or becomes spans at once.
     fn hand_on(&mut self) {
         let mut finished = std::mem::take(&mut self.finished);
-        for mut finished in finished.drain(..) {
-            if let Finished::Operation(part) | Finished::Unfinished(part, _) | Finished::Judged(part) =
-                &mut finished
-                && part.ranks == 0
-            {
-                part.ranks = self
-                    .communicators
-                    .get(part.comm)
-                    .map_or(0, |communicator| communicator.ranks);
-            }
+        for finished in finished.drain(..) {
+            let finished = match self.identified(finished) {
+                Ok(finished) => finished,
+                Err(part) => {
+                    self.claimed_twice += 1;
+                    self.correlator.recycle(part);
+                    continue;
+                }
+            };
             match finished {
                 Finished::Operation(part) => self.add(part),
                 Finished::Unfinished(mut part, ended) => {
@@ -270,6 +332,7 @@ impl Collector {
                         let spans = &mut self.batch.spans;
                         self.maker
                             .unfinished(&part, self.now_ns, &self.communicators, &self.clock, spans);
+                        self.correlator.recycle(part);
                     }
                 }
                 Finished::Judged(part) => {
@@ -308,18 +371,56 @@ impl Collector {
         }
         self.finished = finished;
         if !self.ready.is_empty() {
-            self.emit();
+            self.emit(SPANS_AT_ONCE);
         }
+    }
+
+    /// Something with the communicator that it is of, which may be called otherwise than its process says. An operation on a
+    /// rank that is another process's comes back.
+    fn identified(&self, mut finished: Finished) -> Result<Finished, Box<RankOperation>> {
+        let communicators = &self.communicators;
+        match &mut finished {
+            Finished::Operation(part) | Finished::Unfinished(part, _) | Finished::Judged(part) => {
+                part.comm = communicators.named(part.pid, part.comm);
+                if part.ranks == 0 {
+                    let known = communicators.get(part.comm);
+                    part.ranks = known.map_or(0, |communicator| communicator.ranks);
+                }
+                if communicators.is_claimed_twice(part.pid, part.comm, part.rank) {
+                    return Err(match finished {
+                        Finished::Operation(part)
+                        | Finished::Unfinished(part, _)
+                        | Finished::Judged(part) => part,
+                        other => return Ok(other),
+                    });
+                }
+            }
+            Finished::Group(group) => {
+                for (key, ..) in &mut group.members {
+                    key.comm = communicators.named(group.pid, key.comm);
+                }
+            }
+            Finished::Call(..) | Finished::HostGroup(_) => {}
+        }
+        Ok(finished)
     }
 
     /// A rank's part of an operation goes to the others'.
     fn add(&mut self, part: Box<RankOperation>) {
         self.awaited.over(&part, &self.communicators);
-        let expected = part.instance().map_or(0, |key| self.communicators.expected(&key));
-        let left = self
-            .instances
-            .add(part, expected, self.now_ns, &self.limits, &mut self.ready);
-        if let Some(part) = left {
+        let Some(owner) = self.communicators.process(part.pid).map(|watched| watched.owner) else {
+            self.correlator.recycle(part);
+            return;
+        };
+        let context = Context {
+            owner,
+            is_known: self.communicators.is_known(part.pid, part.comm),
+            expected: part.instance().map_or(0, |key| self.communicators.expected(&key)),
+            now_ns: self.now_ns,
+            most: self.correlator.limits().instances.process,
+        };
+        self.instances.add(part, &context, &mut self.ready);
+        for part in self.instances.refused() {
             self.correlator.recycle(part);
         }
     }
@@ -327,43 +428,53 @@ impl Collector {
     /// Hands on instances that are whole or have waited long enough.
     fn settle(&mut self) {
         let (least, most) = self.correlator.watermarks().unwrap_or((u64::MAX, self.now_ns));
+        // A process that writes more than can be read holds others up for so long, and no longer.
+        let least = least.max(most.saturating_sub(self.limits.delay_ns));
         let expected = |key: &InstanceKey| self.communicators.expected(key);
         self.instances
             .settle(least, most, &self.limits, expected, &mut self.ready);
-        self.emit();
+        self.emit(SPANS_AT_ONCE);
         let now_ns = self.now_ns;
         let (network, mut output) = self.network();
         network.settle_failovers(now_ns, &mut output);
         if !self.gone.is_empty() {
             let now = self.now_ns;
             let (communicators, awaited) = (&mut self.communicators, &mut self.awaited);
+            let instances = &mut self.instances;
             self.gone.retain(|(until, pid)| {
                 if *until <= now {
                     communicators.exited(*pid);
                     awaited.exited(*pid);
+                    instances.exited(*pid);
                 }
                 *until > now
             });
         }
     }
 
-    fn emit(&mut self) {
-        let mut ready = std::mem::take(&mut self.ready);
-        for mut instance in ready.drain(..) {
+    /// Makes spans of the instances that are ready, until there are `most`.
+    fn emit(&mut self, most: usize) {
+        let mut ready = VecDeque::from(std::mem::take(&mut self.ready));
+        while self.batch.spans.len() < most
+            && let Some(mut instance) = ready.pop_front()
+        {
             let summary = self.maker.summarize(&instance);
             let spans = &mut self.batch.spans;
             let trace_id = self
                 .maker
                 .instance(&instance, &summary, &self.communicators, &self.clock, spans);
             let synchronises = summary.function.is_some_and(Function::synchronises);
-            let arrivals: Vec<u64> = instance.parts.iter().map(|part| part.device.0).collect();
+            let begun = instance.parts.iter().filter(|part| part.device.0 != 0).count();
+            let has_lags = synchronises && begun > 1 && begun == instance.parts.len();
+            if has_lags {
+                self.arrivals.set(instance.parts.iter().map(|part| part.device.0));
+            }
             let ended = |part: &RankOperation| part.cut_ns == 0;
-            for (at, part) in instance.parts.iter().enumerate().filter(|(_, part)| ended(part)) {
+            for part in instance.parts.iter().filter(|part| ended(part)) {
                 let communicator = self.communicators.get(part.comm);
                 let member = communicator.and_then(|communicator| communicator.member(part.pid, part.rank));
                 if let Some(member) = member {
-                    let lag = (synchronises && arrivals.len() > 1 && !arrivals.contains(&0))
-                        .then(|| lag::lag_of(&arrivals, at, &mut self.scratch));
+                    let lag = has_lags.then(|| self.arrivals.lag_of(part.device.0));
                     self.metrics
                         .observe(part, &member.resource, summary.bus_bandwidth, lag);
                 }
@@ -372,7 +483,8 @@ impl Collector {
                 let operation =
                     self.maker
                         .operation(&instance, &summary, trace_id, &self.communicators, &self.clock);
-                self.log.add(&operation);
+                self.log
+                    .add(&operation, instance.owner(), self.communicators.owners());
                 self.batch.operations.push(operation);
             }
             for part in instance.parts.drain(..) {
@@ -380,19 +492,35 @@ impl Collector {
             }
             self.instances.recycle(instance.parts);
         }
-        self.ready = ready;
+        self.ready = Vec::from(ready);
     }
 
     /// Lets go of everything: operations in flight are reported as unfinished.
     pub fn finish(&mut self, now_ns: u64) {
+        while self.finish_some(now_ns, usize::MAX) {}
+    }
+
+    /// The same in steps, each of which makes about `most` spans: `true` if there is more. The caller takes the batch in between.
+    pub fn finish_some(&mut self, now_ns: u64, most: usize) -> bool {
         self.now_ns = self.now_ns.max(now_ns);
         let now_ns = self.now_ns;
         let (network, mut output) = self.network();
         network.finish(now_ns, &mut output);
-        self.correlator.finish(&mut self.finished);
-        self.hand_on();
-        self.instances.finish(&mut self.ready);
-        self.emit();
+        if self.ready.is_empty() {
+            if self.correlator.finish_one(&mut self.finished) {
+                self.hand_on();
+                return true;
+            }
+            self.instances.finish(&mut self.ready);
+        }
+        self.emit(most);
+        !self.ready.is_empty()
+    }
+
+    /// Counts what is still here, and `samples` that were not taken in, as left out: there is no time for more.
+    pub fn leave_out_the_rest(&mut self, samples: usize) {
+        let rest = self.ready.len() + self.instances.waiting() + self.correlator.held() + samples;
+        self.left_out.add(Limit::End, rest as u64);
     }
 
     /// What has been made since the last call.
@@ -400,10 +528,10 @@ impl Collector {
         std::mem::take(&mut self.batch)
     }
 
-    /// Spans made since the last [`Collector::take_batch`].
+    /// Spans and log records made since the last [`Collector::take_batch`].
     #[must_use]
-    pub fn batched_spans(&self) -> usize {
-        self.batch.spans.len()
+    pub fn batched(&self) -> usize {
+        self.batch.spans.len() + self.batch.logs.len()
     }
 
     /// Adds all metrics, as of `now_ns`, to the batch.
@@ -427,10 +555,24 @@ impl Collector {
     /// What has come in, been made and been given up so far.
     #[must_use]
     pub fn readings(&self) -> Readings {
+        let (claimed_twice, foreign) = self.communicators.claims();
+        let mut left_out = self.left_out;
+        let parts = [
+            self.correlator.left_out(),
+            self.communicators.left_out(),
+            *self.instances.left_out(),
+            *self.metrics.left_out(),
+            *self.network.left_out(),
+            self.log.left_out(),
+        ];
+        parts.iter().for_each(|part| left_out.add_all(part));
         Readings {
             counts: *self.correlator.counts(),
             given: self.correlator.given(),
             given_up: *self.instances.given_up(),
+            left_out,
+            claimed_twice: self.claimed_twice + claimed_twice,
+            foreign,
             spans: *self.maker.counts(),
             in_flight: self.correlator.in_flight(),
             cpu_seconds: 0.0,

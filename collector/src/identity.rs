@@ -208,6 +208,17 @@ pub fn process_identity(host_id: &str, pid: u32, start_time: u64) -> u64 {
     xxh3_64(&bytes)
 }
 
+/// What a communicator is called whose id is already that of another owner's: `xxh3_64("ccl.owner.v1" ‖ comm u64 ‖ user u32 ‖ cgroup)`,
+/// without the control group where these are not told apart.
+#[must_use]
+pub fn foreign_communicator(comm: u64, user: u32, cgroup: &str) -> u64 {
+    let mut bytes = b"ccl.owner.v1".to_vec();
+    bytes.extend_from_slice(&comm.to_le_bytes());
+    bytes.extend_from_slice(&user.to_le_bytes());
+    bytes.extend_from_slice(cgroup.as_bytes());
+    xxh3_64(&bytes)
+}
+
 /// A text that all collectors of a job agree on and other jobs do not have, for clusters where communicator ids might
 /// meet; empty by default.
 #[derive(Clone, Debug, PartialEq, Eq)]

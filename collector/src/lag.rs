@@ -23,19 +23,43 @@ pub fn median(values: &mut [u64]) -> Option<u64> {
     Some(lower + (upper - lower) / 2)
 }
 
-/// Lag of one of `arrivals`: its arrival minus the median of the others; negative if it was early. 0 for a lone rank.
-/// `scratch` is overwritten.
-#[must_use]
-pub fn lag_of(arrivals: &[u64], index: usize, scratch: &mut Vec<u64>) -> i64 {
-    scratch.clear();
-    scratch.extend(
-        arrivals
-            .iter()
-            .enumerate()
-            .filter(|(other, _)| *other != index)
-            .map(|(_, arrival)| *arrival),
-    );
-    median(scratch).map_or(0, |others| arrivals[index].wrapping_sub(others).cast_signed())
+/// The arrivals of an operation's ranks, in order: of any of them the lag is known without looking at all others again.
+#[derive(Clone, Debug, Default)]
+pub struct Arrivals(Vec<u64>);
+
+impl Arrivals {
+    /// Takes the place of those before.
+    pub fn set(&mut self, arrivals: impl Iterator<Item = u64>) {
+        self.0.clear();
+        self.0.extend(arrivals);
+        self.0.sort_unstable();
+    }
+
+    /// Lag of one of them: its arrival minus the median of the others; negative if it was early. 0 for a lone rank.
+    #[must_use]
+    pub fn lag_of(&self, arrival: u64) -> i64 {
+        let Ok(own) = self.0.binary_search(&arrival) else {
+            return 0;
+        };
+        let others = self.0.len() - 1;
+        let other = |at: usize| {
+            self.0
+                .get(at + usize::from(at >= own))
+                .copied()
+                .unwrap_or(arrival)
+        };
+        let upper = other(others / 2);
+        let median = if others % 2 == 1 {
+            upper
+        } else {
+            let lower = other((others / 2).saturating_sub(1));
+            lower + (upper - lower) / 2
+        };
+        if others == 0 {
+            return 0;
+        }
+        arrival.wrapping_sub(median).cast_signed()
+    }
 }
 
 /// The rank that everybody waited for: the last to arrive, if its lag reaches `threshold_ns` and the function makes the
@@ -102,6 +126,18 @@ mod tests {
 
     proptest! {
         #[test]
+        fn a_lag_is_against_the_median_of_the_others(arrivals in prop::collection::vec(0u64..20, 1..12)) {
+            let mut all = Arrivals::default();
+            all.set(arrivals.iter().copied());
+            for (at, arrival) in arrivals.iter().enumerate() {
+                let mut others = arrivals.clone();
+                others.remove(at);
+                let lag = median(&mut others).map_or(0, |others| arrival.wrapping_sub(others).cast_signed());
+                prop_assert_eq!(all.lag_of(*arrival), lag);
+            }
+        }
+
+        #[test]
         fn order_does_not_matter(mut arrivals in prop::collection::vec(0u64..1000, 2..12)) {
             let of = |a: &[u64]| {
                 let mut ranked: Vec<_> = (0u32..).zip(a.iter().copied()).collect();
@@ -113,7 +149,9 @@ mod tests {
             let named = of(&arrivals)?;
             // The named rank's lag is what `lag_of` says.
             if let Some(culprit) = named {
-                let lag = lag_of(&arrivals, culprit.rank as usize, &mut Vec::new());
+                let mut all = Arrivals::default();
+                all.set(arrivals.iter().copied());
+                let lag = all.lag_of(arrivals[culprit.rank as usize]);
                 prop_assert_eq!(lag, culprit.lag_ns.cast_signed());
             }
             // Equal arrivals name nobody.

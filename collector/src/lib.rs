@@ -10,13 +10,14 @@
 //! Invariants:
 //! - Every id is a hash of what all ranks know ([`identity`]), so collectors on several hosts make parts of one trace.
 //! - An operation that lacks a lost record is marked: its span says `ccl.complete = false`.
-//! - Memory is bounded: tables of what is in flight have limits, and what exceeds them is sent incomplete.
+//! - Memory, and work for each record, are bounded by [`limits`], whatever a target writes. What exceeds them is counted and left
+//!   out, or sent incomplete.
 //!
 //! Modules, lowest first; imports go down only:
 //!
 //! | layer | modules |
 //! |---|---|
-//! | identity and time | `identity`, `clock`, `lag`, `resource` |
+//! | identity, time and limits | `identity`, `clock`, `lag`, `limits`, `resource` |
 //! | records to operations | `correlate`, `awaited` (who waits for whom) |
 //! | operations to telemetry | `spans`, `metrics`, `network` (the kernel's RDMA stack, failovers), `summary` |
 //! | the line | `collector` |
@@ -29,6 +30,7 @@ pub mod correlate;
 pub mod explain;
 pub mod identity;
 pub mod lag;
+pub mod limits;
 pub mod metrics;
 mod network;
 pub mod resource;

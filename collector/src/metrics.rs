@@ -17,6 +17,7 @@ use crate::{
         instance::GivenUp,
         proxy::{STEP_STATES, Way, path_name},
     },
+    limits::{LeftOut, Limit},
     spans::{SpanCounts, port_attributes},
 };
 
@@ -52,6 +53,12 @@ pub struct Readings {
     pub given: Given,
     /// Given up across ranks.
     pub given_up: GivenUp,
+    /// Left out at limits.
+    pub left_out: LeftOut,
+    /// Communicators' ranks that a process said were its own though another one had said so before, and operations on them.
+    pub claimed_twice: u64,
+    /// Communicators that a process said were its own though another owner's had said so before.
+    pub foreign: u64,
     /// Spans made.
     pub spans: SpanCounts,
     /// Operations in flight.
@@ -65,18 +72,23 @@ pub struct Readings {
 impl Readings {
     /// What could not be used or waited for, by reason.
     #[must_use]
-    pub fn given_up_by_reason(&self) -> [(&'static str, u64); 10] {
+    pub fn given_up_by_reason(&self) -> [(&'static str, u64); 12] {
         [
             ("unknown_record", self.counts.unknown),
             ("lost_description", self.counts.lost_other),
             ("late_record", self.given.late_records),
-            ("evicted_operation", self.given.evicted_operations),
-            ("evicted_group", self.given.evicted_groups),
+            ("evicted_operation", self.left_out.of(Limit::Operations)),
+            ("evicted_group", self.left_out.of(Limit::Groups)),
             ("begun_before_attach", self.given.begun_before_attach),
             ("unidentified_operation", self.given_up.unidentified),
             ("duplicate_operation", self.given_up.duplicates),
             ("timed_out_instance", self.given_up.timed_out),
-            ("evicted_instance", self.given_up.evicted),
+            ("evicted_instance", self.left_out.of(Limit::Instances)),
+            ("rank_claimed_twice", self.claimed_twice),
+            (
+                "foreign_communicator",
+                self.foreign.saturating_add(self.given_up.foreign),
+            ),
         ]
     }
 }
@@ -88,10 +100,13 @@ pub struct Metrics {
     resource: Arc<Resource>,
     /// By the address of the resource, which `OfRank` keeps alive.
     ranks: FxHashMap<usize, OfRank>,
+    /// How many there are before those of processes long gone are looked for.
+    next_look: usize,
+    left_out: LeftOut,
 }
 
 /// Ranks that metrics are kept of; those of processes long gone make room.
-const RANKS: usize = 16_384;
+const RANKS: usize = 4096;
 
 impl Metrics {
     /// Nothing yet; `resource` is the collector's own.
@@ -101,30 +116,44 @@ impl Metrics {
             start_unix_ns,
             resource,
             ranks: FxHashMap::default(),
+            next_look: RANKS / 4,
+            left_out: LeftOut::default(),
         }
     }
 
-    /// What is known of a rank.
-    fn rank(&mut self, resource: &Arc<Resource>) -> &mut OfRank {
+    /// What was left out so far.
+    pub(crate) fn left_out(&self) -> &LeftOut {
+        &self.left_out
+    }
+
+    /// What is known of a rank; `None` if there are too many.
+    fn rank(&mut self, resource: &Arc<Resource>) -> Option<&mut OfRank> {
         let key = Arc::as_ptr(resource).addr();
-        if self.ranks.len() >= RANKS && !self.ranks.contains_key(&key) {
+        if self.ranks.len() >= self.next_look && !self.ranks.contains_key(&key) {
             // Nobody else holds the resource of a process that was forgotten.
             self.ranks.retain(|_, rank| Arc::strong_count(&rank.resource) > 1);
+            // Each look is followed by as many new ranks as it looked at.
+            self.next_look = (2 * self.ranks.len()).max(RANKS / 4);
         }
-        self.ranks.entry(key).or_insert_with(|| OfRank {
+        if self.ranks.len() >= RANKS && !self.ranks.contains_key(&key) {
+            self.left_out.count(Limit::Resources);
+            return None;
+        }
+        Some(self.ranks.entry(key).or_insert_with(|| OfRank {
             resource: resource.clone(),
             pid: 0,
             functions: Vec::new(),
             verdicts: BTreeMap::new(),
             states: Default::default(),
             network: BTreeMap::new(),
-        })
+        }))
     }
 
     /// A rank has given a verdict.
     pub fn judged(&mut self, verdict: &Verdict, resource: &Arc<Resource>) {
-        let verdicts = &mut self.rank(resource).verdicts;
-        *verdicts.entry((verdict.cause, verdict.hang)).or_default() += 1;
+        if let Some(rank) = self.rank(resource) {
+            *rank.verdicts.entry((verdict.cause, verdict.hang)).or_default() += 1;
+        }
     }
 
     /// One rank's part of an operation is over.
@@ -135,7 +164,9 @@ impl Metrics {
         bus_bandwidth: Option<f64>,
         lag_ns: Option<i64>,
     ) {
-        let rank = self.rank(resource);
+        let Some(rank) = self.rank(resource) else {
+            return;
+        };
         rank.pid = part.pid;
         let function = part.function();
         let at = rank
@@ -343,6 +374,18 @@ impl Metrics {
             own(
                 text,
                 vec![("reason", Value::Static(reason))],
+                MetricData::Counter(count),
+            );
+        }
+        for (limit, count) in readings.left_out.iter() {
+            let text = (
+                "ccl.collector.left_out",
+                "What was left out because a process had, or wrote, more than a limit allows",
+                "{item}",
+            );
+            own(
+                text,
+                vec![("limit", Value::Static(limit.name()))],
                 MetricData::Counter(count),
             );
         }

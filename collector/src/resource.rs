@@ -5,11 +5,15 @@ use std::{collections::BTreeSet, sync::Arc};
 use ringsight_exporters::model::{Attribute, Resource, Value};
 use ringsight_probes::{process::own_start_time, sample::Process};
 
-use crate::identity::process_identity;
+use crate::{
+    identity::process_identity,
+    limits::{LeftOut, Limit, Limits},
+};
 
-/// Attribute names taken from targets' `OTEL_RESOURCE_ATTRIBUTES` that are kept for the life of the collector; more
-/// names than that are ignored.
-const FOREIGN_NAMES: usize = 64;
+/// Attribute names taken from all targets' `OTEL_RESOURCE_ATTRIBUTES` that are kept for the life of the collector.
+const FOREIGN_NAMES: usize = 1024;
+/// The longest of them, in bytes.
+const NAME_BYTES: usize = 128;
 
 /// Variables in which launchers tell a process its rank in the job.
 const RANKS: [&str; 3] = ["RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK"];
@@ -23,13 +27,13 @@ pub struct Service {
     pub default: Option<Arc<str>>,
 }
 
-/// Resource of a process, or of one rank in it.
+/// Resource of a process.
 ///
 /// Later ones win: `service.default`, `OTEL_RESOURCE_ATTRIBUTES` of the target, what is known of the process,
-/// `OTEL_SERVICE_NAME` of the target, `service.always`. The instance is the process among all hosts, with the rank in it where
-/// there is one; `ccl.job.rank` is that rank, else the one that the launcher gave the process. `host.id` and `host.name` are always there: without them Jaeger takes each span for another host's.
+/// `OTEL_SERVICE_NAME` of the target, `service.always`. The instance is the process among all hosts; `ccl.job.rank`
+/// is the rank that the launcher gave the process. `host.id` and `host.name` are always there: without them Jaeger takes each span for another host's.
 #[must_use]
-pub fn of_process(process: &Process, service: &Service, names: &mut Names, rank: Option<u32>) -> Resource {
+pub fn of_process(process: &Process, service: &Service, names: &mut Names) -> Resource {
     let environment = |name: &str| {
         let found = process
             .environment
@@ -41,8 +45,11 @@ pub fn of_process(process: &Process, service: &Service, names: &mut Names, rank:
     match environment("OTEL_RESOURCE_ATTRIBUTES").map_or(Ok(Vec::new()), listed) {
         Ok(pairs) => {
             for (name, value) in pairs {
-                if let Some(name) = names.keep(&name) {
-                    set(&mut attributes, name, text(&value));
+                if attributes.len() >= names.attributes {
+                    names.left_out.count(Limit::ResourceAttributes);
+                } else if let Some(name) = names.keep(&name) {
+                    let value = names.cut(&value);
+                    set(&mut attributes, name, value);
                 }
             }
         }
@@ -53,9 +60,9 @@ pub fn of_process(process: &Process, service: &Service, names: &mut Names, rank:
         ),
         Err(_) => {}
     }
-    let named = environment("OTEL_SERVICE_NAME").map(Arc::from);
-    match service.always.clone().or(named) {
-        Some(service) => set(&mut attributes, "service.name", Value::Text(service)),
+    let named = environment("OTEL_SERVICE_NAME").map(|name| names.cut(name));
+    match service.always.clone().map(Value::Text).or(named) {
+        Some(service) => set(&mut attributes, "service.name", service),
         None if attributes.iter().any(|(name, _)| *name == "service.name") => {}
         None if service.default.is_some() => {
             attributes.extend(service.default.clone().map(|s| ("service.name", Value::Text(s))));
@@ -67,15 +74,11 @@ pub fn of_process(process: &Process, service: &Service, names: &mut Names, rank:
             text(&format!("unknown_service:{}", process.name)),
         ),
     }
-    // By what every collector finds of the process: unique, and the same after a collector's restart.
-    let identity = process_identity(&process.host_id, process.pid, process.start_time);
-    let instance = match rank {
-        Some(rank) => format!("{identity:016x}/{rank}"),
-        None => format!("{identity:016x}"),
-    };
-    set(&mut attributes, "service.instance.id", text(&instance));
-    let launched = || RANKS.iter().find_map(|name| environment(name)?.parse().ok());
-    if let Some(rank) = rank.or_else(launched) {
+    set(&mut attributes, "service.instance.id", text(&instance(process)));
+    let launched = RANKS
+        .iter()
+        .find_map(|name| environment(name)?.parse::<u32>().ok());
+    if let Some(rank) = launched {
         set(&mut attributes, "ccl.job.rank", Value::Int(i64::from(rank)));
     }
     set(&mut attributes, "host.id", text(&process.host_id));
@@ -87,10 +90,27 @@ pub fn of_process(process: &Process, service: &Service, names: &mut Names, rank:
         ("torchelastic.run.id", "TORCHELASTIC_RUN_ID"),
     ] {
         if let Some(value) = environment(variable) {
-            set(&mut attributes, name, text(value));
+            let value = names.cut(value);
+            set(&mut attributes, name, value);
         }
     }
     Resource { attributes }
+}
+
+/// Resource of one rank in a process, which is an instance of its own. What the process brought is not read again.
+#[must_use]
+pub fn of_rank(of_process: &Resource, process: &Process, rank: u32) -> Resource {
+    let mut attributes = of_process.attributes.clone();
+    let instance = format!("{}/{rank}", instance(process));
+    set(&mut attributes, "service.instance.id", text(&instance));
+    set(&mut attributes, "ccl.job.rank", Value::Int(i64::from(rank)));
+    Resource { attributes }
+}
+
+/// Name of a process by what every collector finds of it: unique, and the same after a collector's restart.
+fn instance(process: &Process) -> String {
+    let identity = process_identity(&process.host_id, process.pid, process.start_time);
+    format!("{identity:016x}")
 }
 
 /// Resource of the collector itself.
@@ -145,29 +165,67 @@ fn set(attributes: &mut Vec<Attribute>, name: &'static str, value: Value) {
     }
 }
 
-/// Attribute names that targets brought, and what was wrong with lists of them.
-#[derive(Debug, Default)]
+/// Attribute names that targets brought, what was wrong with lists of them, and how much more they may bring.
+#[derive(Debug)]
 pub struct Names {
     kept: BTreeSet<&'static str>,
     problems: BTreeSet<Malformed>,
+    /// Of one process.
+    attributes: usize,
+    text_bytes: usize,
+    left_out: LeftOut,
+}
+
+impl Default for Names {
+    fn default() -> Self {
+        Self::new(&Limits::default())
+    }
 }
 
 impl Names {
+    /// Knows none.
+    #[must_use]
+    pub fn new(limits: &Limits) -> Self {
+        Self {
+            kept: BTreeSet::new(),
+            problems: BTreeSet::new(),
+            attributes: limits.resource_attributes,
+            text_bytes: limits.text_bytes,
+            left_out: LeftOut::default(),
+        }
+    }
+
+    /// What processes brought beyond their limits.
+    #[must_use]
+    pub fn left_out(&self) -> &LeftOut {
+        &self.left_out
+    }
+
     /// The one kept copy of a name; `None` for an unusable one or one too many.
     fn keep(&mut self, name: &str) -> Option<&'static str> {
-        if name.is_empty() || name.len() > 128 {
+        if name.is_empty() || name.len() > NAME_BYTES {
             return None;
         }
         if let Some(known) = self.kept.get(name) {
             return Some(known);
         }
         if self.kept.len() >= FOREIGN_NAMES {
+            self.left_out.count(Limit::ResourceAttributes);
             return None;
         }
         // Exporters take static names only; how much is leaked is bounded above.
         let kept: &'static str = Box::leak(name.to_owned().into_boxed_str());
         self.kept.insert(kept);
         Some(kept)
+    }
+
+    /// A text that a process brought, cut at a character's end where it is too long.
+    fn cut(&mut self, brought: &str) -> Value {
+        let end = brought.floor_char_boundary(self.text_bytes);
+        if end < brought.len() {
+            self.left_out.count(Limit::TextBytes);
+        }
+        text(&brought[..end])
     }
 
     /// Whether `problem` was not met before; it is from now on.
@@ -227,6 +285,8 @@ fn percent_decoded(text: &str) -> Result<String, Malformed> {
 
 #[cfg(test)]
 mod tests {
+    use ringsight_probes::sample::Owner;
+
     use super::*;
 
     fn process(environment: &[(&str, &str)]) -> Process {
@@ -238,12 +298,19 @@ mod tests {
             library_version: 22_809,
             host_id: "h1".into(),
             host_name: "node-1".into(),
+            owner: Owner::default(),
             instrumented: true,
             environment: environment
                 .iter()
                 .map(|(k, v)| ((*k).into(), (*v).into()))
                 .collect(),
         }
+    }
+
+    /// Of a process, or of a rank in it.
+    fn of(process: &Process, service: &Service, names: &mut Names, rank: Option<u32>) -> Resource {
+        let resource = of_process(process, service, names);
+        rank.map_or_else(|| resource.clone(), |rank| of_rank(&resource, process, rank))
     }
 
     fn value(resource: &Resource, name: &str) -> Option<Value> {
@@ -260,21 +327,21 @@ mod tests {
             ("OTEL_SERVICE_NAME", "a"),
             ("OTEL_RESOURCE_ATTRIBUTES", "service.name=b,team=x%20y"),
         ];
-        let of = |environment: &[(&str, &str)], service: Option<&str>| {
+        let named_by = |environment: &[(&str, &str)], service: Option<&str>| {
             let service = Service {
                 always: service.map(Arc::from),
                 default: None,
             };
             value(
-                &of_process(&process(environment), &service, &mut Names::default(), Some(3)),
+                &of(&process(environment), &service, &mut Names::default(), Some(3)),
                 "service.name",
             )
         };
-        assert_eq!(of(&named, Some("c")), Some(text("c")));
-        assert_eq!(of(&named, None), Some(text("a")));
-        assert_eq!(of(&named[1..], None), Some(text("b")));
-        assert_eq!(of(&[], None), Some(text("unknown_service:train")));
-        let resource = of_process(
+        assert_eq!(named_by(&named, Some("c")), Some(text("c")));
+        assert_eq!(named_by(&named, None), Some(text("a")));
+        assert_eq!(named_by(&named[1..], None), Some(text("b")));
+        assert_eq!(named_by(&[], None), Some(text("unknown_service:train")));
+        let resource = of(
             &process(&named),
             &Service::default(),
             &mut Names::default(),
@@ -290,10 +357,7 @@ mod tests {
             let (service, mut names) = (Service::default(), Names::default());
             let mut process = process(&[("RANK", "5")]);
             change(&mut process);
-            match value(
-                &of_process(&process, &service, &mut names, rank),
-                "service.instance.id",
-            ) {
+            match value(&of(&process, &service, &mut names, rank), "service.instance.id") {
                 Some(Value::Text(text)) => text.to_string(),
                 other => panic!("{other:?}"),
             }
@@ -327,7 +391,7 @@ mod tests {
         let rank_of = |environment: &[(&str, &str)], rank| {
             let (service, mut names) = (Service::default(), Names::default());
             value(
-                &of_process(&process(environment), &service, &mut names, rank),
+                &of(&process(environment), &service, &mut names, rank),
                 "ccl.job.rank",
             )
         };
@@ -342,7 +406,7 @@ mod tests {
     #[test]
     fn no_two_attributes_have_one_name() {
         let bad = [("OTEL_RESOURCE_ATTRIBUTES", "host.id=evil,a=1, ,a=2,")];
-        let resource = of_process(&process(&bad), &Service::default(), &mut Names::default(), None);
+        let resource = of(&process(&bad), &Service::default(), &mut Names::default(), None);
         let mut names: Vec<_> = resource.attributes.iter().map(|(name, _)| *name).collect();
         names.sort_unstable();
         let count = names.len();
@@ -364,7 +428,7 @@ mod tests {
         ] {
             assert_eq!(listed(list), Err(problem), "{list}");
             let environment = [("OTEL_RESOURCE_ATTRIBUTES", list)];
-            let resource = of_process(&process(&environment), &Service::default(), &mut names, None);
+            let resource = of(&process(&environment), &Service::default(), &mut names, None);
             assert_eq!(value(&resource, "team"), None, "{list}");
             assert!(!names.is_new(problem), "{problem} was told");
         }
@@ -372,6 +436,36 @@ mod tests {
         let pairs = [("team", "x y"), ("load", "100%"), ("ä", "b=c")];
         let pairs = pairs.map(|(name, value)| (name.to_owned(), value.to_owned()));
         assert_eq!(listed(list), Ok(pairs.to_vec()));
+    }
+
+    #[test]
+    fn what_a_process_brings_is_bounded() {
+        let many: Vec<String> = (0..200).map(|n| format!("name-{n}=x")).collect();
+        let long = "ö".repeat(5000);
+        let environment = [
+            ("OTEL_RESOURCE_ATTRIBUTES", many.join(",")),
+            ("OTEL_SERVICE_NAME", long),
+        ];
+        let mut process = process(&[]);
+        process.environment = environment.map(|(name, value)| (name.into(), value)).into();
+        let mut names = Names::default();
+        let resource = of(&process, &Service::default(), &mut names, None);
+        let limits = Limits::default();
+        let brought = resource
+            .attributes
+            .iter()
+            .filter(|(name, _)| name.starts_with("name-"));
+        assert_eq!(brought.count(), limits.resource_attributes);
+        let Some(Value::Text(service)) = value(&resource, "service.name") else {
+            panic!("{resource:?}")
+        };
+        assert_eq!(service.len(), limits.text_bytes);
+        let left_out: Vec<_> = names.left_out().iter().collect();
+        let expected = (200 - limits.resource_attributes) as u64;
+        assert_eq!(
+            left_out,
+            [(Limit::ResourceAttributes, expected), (Limit::TextBytes, 1)]
+        );
     }
 
     #[test]
@@ -384,7 +478,7 @@ mod tests {
     proptest::proptest! {
         #[test]
         fn any_environment_is_survived(text in ".*") {
-            let _ = of_process(&process(&[("OTEL_RESOURCE_ATTRIBUTES", &text)]), &Service::default(), &mut Names::default(), None);
+            let _ = of(&process(&[("OTEL_RESOURCE_ATTRIBUTES", &text)]), &Service::default(), &mut Names::default(), None);
         }
     }
 }

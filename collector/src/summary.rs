@@ -4,15 +4,19 @@ use std::collections::BTreeMap;
 
 use ringsight_exporters::model::{ExportStats, Operation, Signal, Tally};
 use ringsight_records::Kind;
+use rustc_hash::FxHashMap;
 use serde::Serialize;
 
 use crate::{
-    correlate::Counts,
+    correlate::{Counts, communicators::Owner},
     identity::Role,
+    limits::{LeftOut, Limit},
     metrics::Readings,
     spans::{SpanCounts, timing_source_of},
 };
 
+/// Ranks that a row of the list has; an operation of more ranks counts as several.
+const RANKS_OF_A_ROW: usize = 16;
 /// Rows of the table of slowest and of late operations.
 const TOP: usize = 10;
 
@@ -41,6 +45,8 @@ pub struct Summary {
     pub unfinished: u64,
     /// Operations and instances that could not be completed or named, by reason.
     pub given_up: BTreeMap<&'static str, u64>,
+    /// What was left out because a process had, or wrote, more than a limit allows, by limit.
+    pub limits: BTreeMap<&'static str, u64>,
     /// How long was watched, seconds.
     pub duration_s: f64,
     /// How long attaching took, milliseconds.
@@ -287,6 +293,8 @@ pub fn spans(counts: &SpanCounts) -> BTreeMap<&'static str, u64> {
 pub struct OperationLog {
     limit: usize,
     rows: Vec<OperationRow>,
+    /// Rows that an owner's operations have; one with many ranks counts for several.
+    by_owner: FxHashMap<Owner, usize>,
     left_out: u64,
     seen: u64,
     incomplete: u64,
@@ -330,14 +338,19 @@ impl OperationLog {
         }
     }
 
-    /// Adds an operation.
-    pub fn add(&mut self, operation: &Operation) {
+    /// Adds an operation of one of `owners`, each of whom has an equal part of the list.
+    pub fn add(&mut self, operation: &Operation, owner: Owner, owners: usize) {
         self.seen += 1;
         self.incomplete += u64::from(!operation.complete);
-        if self.rows.len() < self.limit {
-            self.rows.push(operation.into());
-        } else {
-            self.left_out += 1;
+        if self.limit > 0 {
+            let takes = operation.by_rank.len().div_ceil(RANKS_OF_A_ROW).max(1);
+            let rows = self.by_owner.entry(owner).or_default();
+            if *rows + takes <= self.limit / owners.max(1) {
+                *rows += takes;
+                self.rows.push(operation.into());
+            } else {
+                self.left_out += 1;
+            }
         }
         keep(&mut self.top_slow, duration_ns(operation), operation);
         if let Some(culprit) = &operation.culprit {
@@ -350,6 +363,14 @@ impl OperationLog {
     #[must_use]
     pub fn rows(&self) -> (&[OperationRow], u64) {
         (&self.rows, self.left_out)
+    }
+
+    /// The same as what was left out at [`Limit::ListedOperations`].
+    #[must_use]
+    pub fn left_out(&self) -> LeftOut {
+        let mut left_out = LeftOut::default();
+        left_out.add(Limit::ListedOperations, self.left_out);
+        left_out
     }
 
     /// Operations seen, seen incompletely, and with a late rank.

@@ -6,7 +6,7 @@ mod made;
 use std::sync::Arc;
 
 use made::Made;
-use ringsight_probes::sample::{Carrier, Process, Sample};
+use ringsight_probes::sample::{Carrier, Owner, Process, Sample};
 use ringsight_records::{
     Function,
     pages::{APART_BYTES, CAPTURED, Communicator, put_text},
@@ -179,6 +179,7 @@ impl Job {
             library_version: 22_809,
             host_id: format!("host-{}", self.node(rank)),
             host_name: format!("node-{}", self.node(rank)),
+            owner: Owner::default(),
             instrumented: true,
             environment: Vec::new(),
         }

@@ -5,8 +5,8 @@ mod common;
 use proptest::prelude::*;
 use ringsight_collector::{
     Options,
-    correlate::Limits,
     identity::Role,
+    limits::{Limit, Limits, Shared},
     synthetic::{EPOCH_NS, FIRST_PID, Job, Operation},
 };
 use ringsight_exporters::model::{Span, Value};
@@ -14,6 +14,14 @@ use ringsight_probes::sample::{Carrier, Sample};
 use ringsight_records::{Kind, Record, State};
 
 use common::{attribute, check_trees, collect, collector, collector_with, named, sorted};
+
+/// A limit for one process, of which there is one.
+fn few(process: usize) -> Shared {
+    Shared {
+        process,
+        all: process,
+    }
+}
 
 #[test]
 fn what_was_lost_is_admitted() {
@@ -325,8 +333,8 @@ fn a_process_that_ends_flushes_what_it_had() {
 #[test]
 fn memory_is_bounded_whatever_never_ends() {
     let limits = Limits {
-        in_flight: 64,
-        instances: 32,
+        operations: few(64),
+        instances: few(32),
         ..Limits::default()
     };
     let mut collector = collector_with(Options {
@@ -355,8 +363,9 @@ fn memory_is_bounded_whatever_never_ends() {
         assert!(collector.readings().in_flight <= 64 && collector.waiting() <= 32);
     }
     let readings = collector.readings();
-    assert!(readings.given.evicted_operations >= 900, "{:?}", readings.given);
-    assert!(readings.given_up.evicted >= 900, "{:?}", readings.given_up);
+    for limit in [Limit::Operations, Limit::Instances] {
+        assert!(readings.left_out.of(limit) >= 900, "{:?}", readings.left_out);
+    }
 }
 
 /// Many operations may be over before a watermark says that all of their records have come.
@@ -364,7 +373,7 @@ fn memory_is_bounded_whatever_never_ends() {
 fn a_burst_of_operations_that_are_over_is_sent() {
     let mut collector = collector_with(Options {
         limits: Limits {
-            in_flight: 64,
+            operations: few(64),
             ..Limits::default()
         },
         ..Options::default()
@@ -381,7 +390,12 @@ fn a_burst_of_operations_that_are_over_is_sent() {
     }
     collector.ingest(&mut samples);
     let readings = collector.readings();
-    assert_eq!(readings.given.evicted_operations, 0, "{:?}", readings.given);
+    assert_eq!(
+        readings.left_out.of(Limit::Operations),
+        0,
+        "{:?}",
+        readings.left_out
+    );
     assert_eq!(readings.in_flight, 64);
     samples.push(Sample::Watermark {
         pid: FIRST_PID,
@@ -389,7 +403,7 @@ fn a_burst_of_operations_that_are_over_is_sent() {
     });
     collector.ingest(&mut samples);
     let readings = collector.readings();
-    assert_eq!((readings.in_flight, readings.given.evicted_operations), (0, 0));
+    assert_eq!((readings.in_flight, readings.left_out.iter().count()), (0, 0));
     assert_eq!(readings.spans.of(Role::Rank), 1000, "{:?}", readings.spans);
 }
 
@@ -462,7 +476,7 @@ proptest! {
     /// Whatever a target writes, the collector neither panics nor keeps more than it may.
     #[test]
     fn rubbish_is_survived(words in prop::collection::vec(any::<[u64; 8]>(), 0..300), watermark: u64) {
-        let limits = Limits { in_flight: 16, ..Limits::default() };
+        let limits = Limits { operations: few(16), ..Limits::default() };
         let mut collector = collector_with(Options { limits, ..Options::default() });
         let mut samples = Job::default().streams(0, &[]).head;
         for words in words {

@@ -36,9 +36,14 @@ fn count(samples: &mut Vec<Sample>, seen: &mut BTreeMap<u32, Seen>) {
 
 /// Polls, and tells what went wrong.
 fn poll(session: &mut Session, samples: &mut Vec<Sample>) {
-    if let Err(problem) = session.poll(samples) {
-        println!("problem {problem}");
-        std::io::stdout().flush().expect("a reader");
+    loop {
+        if let Err(problem) = session.poll(samples) {
+            println!("problem {problem}");
+            std::io::stdout().flush().expect("a reader");
+        }
+        if !session.is_behind() {
+            return;
+        }
     }
 }
 

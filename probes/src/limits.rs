@@ -22,12 +22,26 @@ pub const VARIABLE_BYTES: usize = 16 << 10;
 pub const DESCRIPTORS: usize = 4096;
 /// Time to go through all descriptors of a target that is only looked at (`list`, `snapshot`). Past it, it has no pages.
 pub const DESCRIPTORS_TIME: Duration = Duration::from_secs(1);
+/// Records that one poll takes from the rings of all targets, dealt to them in equal parts. Past them, the rest waits for the next poll, which
+/// is due at once: [`Session::is_behind`](crate::Session::is_behind).
+pub const POLL_RECORDS: usize = 8192;
+/// Records of them that one target has at least.
+pub const POLL_RECORDS_EACH: usize = 128;
+/// Events that one poll takes from the kernel's ring. Past them, the rest waits for the next poll.
+pub const POLL_EVENTS: usize = 8192;
+/// Time that a target which has ended is read on, as others may hold its pages and go on writing. Past it, the rest is counted as lost.
+pub const END_TIME: Duration = Duration::from_secs(1);
 /// Time that one poll spends on the records in one target's ring, and on those in the kernel's. Past it, the rest waits for the next poll.
 pub const POLL_TIME: Duration = Duration::from_millis(20);
 /// Time that letting go of targets spends on what is left in their rings. Past it, the rest is counted as lost.
 pub const LET_GO_TIME: Duration = Duration::from_millis(100);
+/// Samples that letting go of targets makes of what is left. Past them, the rest is counted as lost.
+pub const LET_GO_SAMPLES: usize = 1 << 18;
 /// Records of one target that came through probes and wait until its ring is drained. Past them, records are counted as lost.
 pub const HELD_RECORDS: usize = 1 << 16;
+/// Places of a target's tables of communicators and of connections that it is followed by, four times what its library has. Past them, entries
+/// are not seen.
+pub const TABLE_ENTRIES: usize = 4096;
 /// Verdicts of a target whose details one poll looks up: more than its pages keep. Past them, a verdict comes without details.
 pub const VERDICTS_A_POLL: usize = 64;
 

@@ -17,7 +17,7 @@ use crate::{
     host,
     limits::{Deadline, LeftOut, Limit},
     procfs::{self, FileKey, ProcessDirectory, parse_stat, status_field},
-    sample::Process,
+    sample::{Owner, Process},
     target::{Flavour, Library, process_error},
 };
 
@@ -223,6 +223,28 @@ pub fn environment_variable(pid: u32, name: &str) -> io::Result<Option<String>> 
     }
 }
 
+/// Whose a process is, as the kernel says. One that is gone is nobody's: user `u32::MAX`, which no process has.
+fn owner(directory: &ProcessDirectory) -> Owner {
+    let cgroup = directory.text("cgroup").unwrap_or_default();
+    Owner {
+        user: directory.effective_user().unwrap_or(u32::MAX),
+        cgroup: cgroup.lines().last().unwrap_or_default().to_owned(),
+    }
+}
+
+/// The same of a process that is not watched.
+#[must_use]
+pub fn owner_of(pid: u32) -> Owner {
+    let directory = ProcessDirectory::open(pid).ok();
+    directory.as_ref().map_or_else(
+        || Owner {
+            user: u32::MAX,
+            cgroup: String::new(),
+        },
+        owner,
+    )
+}
+
 /// Describes a process for the collector. `pages` are library version and host identity that the library wrote into its pages, if it has
 /// any.
 pub(crate) fn describe(
@@ -265,6 +287,7 @@ pub(crate) fn describe(
         library_version: if version == 0 { library.version } else { version },
         host_id: host.unwrap_or_else(machine_id),
         host_name,
+        owner: owner(directory),
         instrumented: library.flavour == Flavour::Instrumented,
         environment: variables.collect(),
     }
@@ -289,6 +312,16 @@ fn machine_id() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_kernel_says_whose_a_process_is() {
+        let own = owner_of(std::process::id());
+        // SAFETY: a system call without arguments that cannot fail.
+        assert_eq!(own.user, unsafe { libc::geteuid() });
+        let cgroup = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+        assert_eq!(own.cgroup, cgroup.lines().last().unwrap_or_default());
+        assert_eq!(owner_of(u32::MAX).user, u32::MAX);
+    }
 
     #[test]
     fn a_reader_is_gone_only_where_its_number_means_something() {

@@ -125,6 +125,15 @@ pub enum Sample {
     },
 }
 
+/// Whose a process is, as the kernel says.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Owner {
+    /// Effective user id, as this process's user namespace numbers it.
+    pub user: u32,
+    /// Control group: the last line of `/proc/<pid>/cgroup`, which is version 2's where there is one; empty if it is not known.
+    pub cgroup: String,
+}
+
 /// A watched process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Process {
@@ -142,6 +151,8 @@ pub struct Process {
     pub host_id: String,
     /// Host name (`NCCL_HOSTID` of the target, else its UTS host name).
     pub host_name: String,
+    /// Whose it is.
+    pub owner: Owner,
     /// Whether the library has our probe functions and pages; `false` means host-timed calls only.
     pub instrumented: bool,
     /// Environment of interest for resource attributes: `OTEL_SERVICE_NAME`, `OTEL_RESOURCE_ATTRIBUTES`, `SLURM_JOB_ID`,

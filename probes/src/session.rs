@@ -9,13 +9,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringsight_records::{Kind, VERSION, pages::Reader, probed::Tally};
+use ringsight_records::{
+    Kind, VERSION,
+    pages::Reader,
+    probed::{RING_BYTES, Tally},
+};
 
 use crate::{
-    attach::{Event, Probes},
+    attach::{Event, Probes, RECORD_BYTES},
     error::{AttachError, Unavailable},
     kernel,
-    limits::{Deadline, LET_GO_TIME, LeftOut, SEARCH_TIME},
+    limits::{
+        Deadline, END_TIME, LET_GO_SAMPLES, LET_GO_TIME, LeftOut, POLL_EVENTS, POLL_RECORDS,
+        POLL_RECORDS_EACH, SEARCH_TIME,
+    },
     network::{self, SiteState},
     pages::{Access, Mapped, Search},
     process::{self, Program, now_ns},
@@ -24,7 +31,7 @@ use crate::{
     site::{self, Site},
     stats::{Counters, ProbeStats},
     target::{self, Flavour},
-    watch::{Watched, leased},
+    watch::{Through, Watched, leased},
 };
 use state::Target;
 
@@ -33,8 +40,8 @@ mod state;
 
 pub use options::{NetworkScope, Options, UseEbpf};
 
-/// Events taken from a carrier in one poll, so that a poll ends even if its target never pauses.
-const BATCH: usize = 1 << 18;
+/// Events that the kernel's ring holds at most: once so many were taken, all that was in there before them was.
+const EVENTS_HELD: u64 = RING_BYTES as u64 / RECORD_BYTES + 1;
 /// How often the eBPF tallies are read for losses: a system call a process.
 const TALLY_NS: u64 = 20_000_000;
 /// How often to look whether processes still run the program that was attached to.
@@ -72,6 +79,11 @@ pub struct Session {
     programs_ns: u64,
     /// Events of the kernel's RDMA stack that were reported as lost.
     network_lost: u64,
+    /// How far the kernel's ring has been read, and events taken from it.
+    probes_read: Through,
+    taken: u64,
+    /// The last poll left events for the next one.
+    is_behind: bool,
 }
 
 impl std::fmt::Debug for Session {
@@ -109,6 +121,9 @@ impl Session {
         Ok(Self {
             options,
             network_lost: 0,
+            probes_read: Through::default(),
+            taken: 0,
+            is_behind: false,
             probes,
             unavailable,
             targets: BTreeMap::new(),
@@ -144,6 +159,12 @@ impl Session {
     /// The processes being watched.
     pub fn pids(&self) -> impl Iterator<Item = u32> {
         self.targets.keys().copied()
+    }
+
+    /// Whether the last [`Session::poll`] left events for the next one, which is then due at once.
+    #[must_use]
+    pub fn is_behind(&self) -> bool {
+        self.is_behind
     }
 
     /// Begins to watch the process that `pid` is, or is a thread of. What exists of it already (its communicators) comes with
@@ -254,6 +275,8 @@ impl Session {
             probed,
             reported: Tally::new(0),
             watched,
+            ended_ns: None,
+            through_ns: 0,
         };
         self.targets.insert(pid, target);
         self.finished.remove(&pid);
@@ -327,7 +350,7 @@ impl Session {
             target.1.watched.begin_to_end();
         }
         let begun = Instant::now();
-        loop {
+        while samples.len() < LET_GO_SAMPLES {
             self.drain_both(pids, samples);
             let mut targets = pids.iter().filter_map(|pid| self.targets.get(pid));
             if targets.all(|target| target.watched.is_even()) || begun.elapsed() >= REST {
@@ -337,14 +360,14 @@ impl Session {
         }
     }
 
-    /// Hands on what both carriers hold of `pids`, in the order of [`Session::poll`].
-    fn drain_both(&mut self, pids: &[u32], samples: &mut Vec<Sample>) {
+    /// Hands on some of what both carriers hold of `pids`, in the order of [`Session::poll`]; whether the kernel's ring was drained.
+    fn drain_both(&mut self, pids: &[u32], samples: &mut Vec<Sample>) -> bool {
         for pid in pids {
             if let Some(target) = self.targets.get_mut(pid) {
-                target.watched.drain(BATCH, now_ns(), false, samples);
+                target.watched.drain(POLL_RECORDS, now_ns(), false, samples);
             }
         }
-        self.drain_probes(samples);
+        self.drain_probes(samples)
     }
 
     /// Stops the events of `pids`, takes what they left in both carriers, then takes the links away.
@@ -364,9 +387,10 @@ impl Session {
         // Bounded all the same: what comes meanwhile is other processes', or written by one that goes on.
         let deadline = Deadline::after(LET_GO_TIME);
         loop {
-            self.drain_both(pids, &mut samples);
+            let drained = self.drain_both(pids, &mut samples);
             let mut targets = pids.iter().filter_map(|pid| self.targets.get(pid));
-            if deadline.is_over() || !targets.any(|target| target.watched.is_cut()) {
+            let is_all = drained && !targets.any(|target| target.watched.is_cut());
+            if is_all || deadline.is_over() || samples.len() >= LET_GO_SAMPLES {
                 break;
             }
         }
@@ -440,7 +464,9 @@ impl Session {
         let everybody = self.options.network == NetworkScope::Everybody;
         let targets = &mut self.targets;
         let problems = &mut self.problems;
-        probes.drain(BATCH, |event| {
+        let taken = &mut self.taken;
+        probes.drain(POLL_EVENTS, |event| {
+            *taken += 1;
             let (cookie, process) = match &event {
                 Event::Record(record) => (record.cookie, record.process),
                 Event::Call(call) => (call.cookie, call.process),
@@ -502,17 +528,26 @@ impl Source for Session {
         }
         // The rings first, and before leases are renewed: what a process writes past a full ring, or while its lease has lapsed, comes after what is in
         // there, and before what it writes once there is room again.
-        let mut complete = Vec::new();
+        let each = (POLL_RECORDS / self.targets.len().max(1)).max(POLL_RECORDS_EACH);
+        self.is_behind = false;
         for (target, ended) in self.targets.values_mut().zip(&mut ended) {
             // What ran the library is gone either way.
             *ended |= target.replaced;
-            complete.push(target.watched.drain(BATCH, now, *ended, samples));
+            if *ended {
+                target.ended_ns.get_or_insert(now);
+            }
+            target.watched.drain(each, now, *ended, samples);
+            self.is_behind |= target.watched.is_cut();
         }
         let drained = self.drain_probes(samples);
+        self.is_behind |= !drained;
+        let taken = self.taken;
+        self.probes_read
+            .look(now, drained, |mark| taken >= mark, || taken + EVENTS_HELD);
 
         let tallying = now.saturating_sub(self.tallied_ns) >= TALLY_NS;
         let mut over = Vec::new();
-        for (((pid, target), ended), complete) in self.targets.iter_mut().zip(ended).zip(complete) {
+        for ((pid, target), ended) in self.targets.iter_mut().zip(ended) {
             self.problems.extend(target.renew(*pid, &self.own, now));
             target.watched.lost(samples);
             if let (Some(probes), Some((key, _))) = (&self.probes, target.probed)
@@ -522,14 +557,19 @@ impl Source for Session {
             }
             target.watched.publish();
             target.watched.communicators_if_due(now, samples);
-            if complete && drained {
+            let through_ns = target.watched.read_through().min(self.probes_read.ns);
+            if through_ns > target.through_ns {
+                target.through_ns = through_ns;
                 samples.push(Sample::Watermark {
                     pid: *pid,
-                    time_ns: now,
+                    time_ns: through_ns,
                 });
-                if ended {
-                    over.push(*pid);
-                }
+            }
+            let is_over = |ended_ns: u64| {
+                through_ns >= ended_ns || u128::from(now.saturating_sub(ended_ns)) >= END_TIME.as_nanos()
+            };
+            if target.ended_ns.is_some_and(is_over) {
+                over.push(*pid);
             }
         }
         if tallying {

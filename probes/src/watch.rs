@@ -11,7 +11,7 @@ use ringsight_records::{
 use crate::{
     account::{Account, Base, ByKind},
     error::AttachError,
-    limits::{HELD_RECORDS, VERDICTS_A_POLL},
+    limits::{HELD_RECORDS, TABLE_ENTRIES, VERDICTS_A_POLL},
     pages::{Access, Hold, Mapped, Search, Seen, devices},
     procfs::ProcessDirectory,
     sample::{Carrier, HostCall, Sample},
@@ -25,6 +25,37 @@ const LOOK_NS: u64 = 50_000_000;
 /// How long after a watch began what was emitted before it may still be on its way into the ring: what a thread does between counting an event and
 /// writing it takes it no longer than it is kept from running.
 const RECOVERY_NS: u64 = 1_000_000_000;
+
+/// Up to when what a carrier held has been handed on, though it may never be found empty.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Through {
+    /// Monotonic nanoseconds.
+    pub(crate) ns: u64,
+    /// A place in the carrier, and a time by which nothing was beyond it.
+    mark: Option<(u64, u64)>,
+}
+
+impl Through {
+    /// The carrier was read at `now_ns`, and found empty or not. `is_read_to` tells whether it was read up to a place, `end` is where
+    /// it ends now.
+    pub(crate) fn look(
+        &mut self,
+        now_ns: u64,
+        is_empty: bool,
+        is_read_to: impl Fn(u64) -> bool,
+        end: impl Fn() -> u64,
+    ) {
+        if is_empty {
+            (self.ns, self.mark) = (now_ns, None);
+            return;
+        }
+        match self.mark {
+            Some((place, ns)) if is_read_to(place) => (self.ns, self.mark) = (ns, Some((end(), now_ns))),
+            Some(_) => {}
+            None => self.mark = Some((end(), now_ns)),
+        }
+    }
+}
 
 /// State of one process.
 #[derive(Debug)]
@@ -48,8 +79,11 @@ pub(crate) struct Watched {
     refused: bool,
     /// The last drain left records in the ring.
     is_behind: bool,
-    /// Records of the probes, with their threads, that wait for what the ring holds.
+    /// How far the ring has been read.
+    read: Through,
+    /// Records of the probes, with their threads, that wait for what the ring held before them: up to `held_until`.
     held: Vec<(u32, Record)>,
+    held_until: u64,
     /// Verdicts that may still be looked up for records of the probes, until the next drain.
     probed_verdicts: usize,
 }
@@ -85,7 +119,9 @@ impl Watched {
             foreign: false,
             refused: false,
             is_behind: false,
+            read: Through::default(),
             held: Vec::new(),
+            held_until: 0,
             probed_verdicts: VERDICTS_A_POLL,
         };
         if let Some((pages, base)) = pages {
@@ -178,10 +214,16 @@ impl Watched {
         self.pages.as_ref().is_some_and(|pages| pages.is_cut)
     }
 
+    /// Up to when everything of it in the ring has been handed on, and what the probes brought meanwhile.
+    pub(crate) fn read_through(&self) -> u64 {
+        self.read.ns
+    }
+
     /// Hands on what the shared ring holds; see [`Mapped::drain`].
-    pub(crate) fn drain(&mut self, limit: usize, now_ns: u64, dead: bool, samples: &mut Vec<Sample>) -> bool {
+    pub(crate) fn drain(&mut self, limit: usize, now_ns: u64, dead: bool, samples: &mut Vec<Sample>) {
         let Some(mut pages) = self.pages.take() else {
-            return true;
+            self.read.ns = now_ns;
+            return;
         };
         let mut foreign = 0;
         let mut verdicts = VERDICTS_A_POLL;
@@ -205,6 +247,7 @@ impl Watched {
             }
         });
         pages.seen = seen;
+        let may_go = complete || pages.is_read_to(self.held_until);
         self.pages = Some(pages);
         if foreign > 0 {
             samples.push(Sample::Lost {
@@ -215,13 +258,17 @@ impl Watched {
             });
         }
         self.is_behind = !complete;
-        if complete {
+        if may_go {
             for (tid, record) in std::mem::take(&mut self.held) {
                 self.probed_record(tid, record, samples);
             }
         }
+        if let Some(pages) = &self.pages {
+            let is_all = self.held.is_empty();
+            let is_read_to = |place| is_all && pages.is_read_to(place);
+            self.read.look(now_ns, complete, is_read_to, || pages.head());
+        }
         self.recover(now_ns, samples);
-        complete
     }
 
     /// Once what was in the ring at the beginning has been read: what was not in there is missed.
@@ -298,6 +345,9 @@ impl Watched {
             self.account.received(record.kind, false);
             self.probed_record(tid, record, samples);
         } else if self.held.len() < HELD_RECORDS {
+            if self.held.is_empty() {
+                self.held_until = self.pages.as_ref().map_or(0, Mapped::head);
+            }
             self.account.received(record.kind, false);
             self.held.push((tid, record));
         } else if let Some(kind) = record.kind() {
@@ -365,7 +415,8 @@ impl Watched {
     fn ports(&mut self, samples: &mut Vec<Sample>) {
         let Some(pages) = &mut self.pages else { return };
         let mut ports = std::mem::take(&mut pages.ports);
-        for connection in pages.view().connections().iter().filter_map(ConnectionSlot::read) {
+        let slots = pages.view().connections();
+        for connection in slots.iter().take(TABLE_ENTRIES).filter_map(ConnectionSlot::read) {
             for path in connection.paths().filter(|path| !path.device().is_empty()) {
                 if !ports.contains(&path.index) {
                     ports.push(path.index);
@@ -481,7 +532,7 @@ fn deliver(
 fn announce(pid: u32, pages: &Pages<'_>, seen: &mut Seen, samples: &mut Vec<Sample>) {
     let slots = pages.communicators();
     seen.resize(slots.len(), None);
-    for (slot, seen) in slots.iter().zip(seen) {
+    for (slot, seen) in slots.iter().zip(seen).take(TABLE_ENTRIES) {
         announce_one(pid, slot, seen, samples);
     }
 }
@@ -537,10 +588,11 @@ mod tests {
         }
         let mut samples = Vec::new();
         // No time for more than one of them in this poll, in which a later record comes by a probe.
-        assert!(!watched.drain(1, 1, false, &mut samples));
+        watched.drain(1, 1, false, &mut samples);
         assert!(watched.is_cut());
         watched.record(7, record(4), &mut samples);
-        assert!(watched.drain(10, 1, false, &mut samples));
+        watched.drain(10, 1, false, &mut samples);
+        assert!(!watched.is_cut());
         watched.record(7, record(5), &mut samples);
         let times: Vec<_> = samples
             .iter()

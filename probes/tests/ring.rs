@@ -123,10 +123,12 @@ fn a_million_records_and_none_lost() {
             }
         }
         // The collector's tick.
-        std::thread::sleep(Duration::from_millis(1));
+        if !session.is_behind() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
     let target = worker.join().unwrap();
-    session.poll(&mut samples).unwrap();
+    samples.extend(poll(&mut session));
     lost_so_far += lost(&samples);
     for sample in &samples {
         if let Sample::Record { record, .. } = sample {

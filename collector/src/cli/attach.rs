@@ -1,6 +1,7 @@
 //! `ringsight attach`: the reader loop.
 
 use std::{
+    collections::VecDeque,
     io::{self, IsTerminal},
     path::PathBuf,
     sync::Arc,
@@ -8,12 +9,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use ringsight_collector::{
     Collector, Options,
     clock::{self, Clock},
-    correlate::Limits,
     identity::Scope,
+    limits::Limits,
     summary::{ExporterRow, Summary},
 };
 use ringsight_exporters::Exporter;
@@ -34,15 +35,18 @@ use super::{
 const POLL: Duration = Duration::from_millis(1);
 /// How often exporters are given what there is.
 const EXPORT: Duration = Duration::from_millis(200);
-/// How many spans are given to exporters before that.
-const EXPORT_SPANS: usize = 16_384;
+/// How many spans and log records are given to exporters before that.
+const EXPORT_ITEMS: usize = 16_384;
+/// Samples that are taken in before time and signals are looked at again.
+const SLICE: usize = 1024;
+/// How long the end of a watch may take, from taking what is left to the last span. What is left then is counted, not read.
+const LET_GO: Duration = Duration::from_secs(2);
+/// Problems that are told in one second: a target can make as many as it likes.
+const PROBLEMS: u32 = 10;
 /// How often metrics are read.
 const METRICS: Duration = Duration::from_secs(10);
 /// How often the status line is drawn.
 const STATUS: Duration = Duration::from_millis(500);
-/// Operations that a summary lists.
-const SUMMARY_OPERATIONS: usize = 200_000;
-
 /// Arguments of `ringsight attach`.
 #[derive(Debug, Args)]
 pub(crate) struct AttachArguments {
@@ -92,9 +96,22 @@ pub(crate) struct AttachArguments {
     /// Take the scope from this environment variable of the first process, e.g. SLURM_JOB_ID
     #[arg(long, value_name = "NAME")]
     scope_env: Option<String>,
+    /// Whose processes may be ranks of one communicator: one user's, or one user's in one control group
+    #[arg(long, value_name = "WHAT", value_enum, default_value_t)]
+    apart: Apart,
     /// Print errors only
     #[arg(long, short)]
     pub(super) quiet: bool,
+}
+
+/// What sets processes apart.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+enum Apart {
+    /// Their users
+    #[default]
+    User,
+    /// Their users and control groups
+    Cgroup,
 }
 
 fn parse_number(text: &str, unit: f64) -> Result<Duration, String> {
@@ -281,10 +298,11 @@ fn try_run(arguments: &AttachArguments, ending: &Ending) -> Result<Exit, (Exit, 
             lag_threshold_ns: u64::try_from(arguments.lag_threshold.as_nanos()).unwrap_or(u64::MAX),
             limits: Limits::default(),
             keep_operations: if arguments.summary.is_some() {
-                SUMMARY_OPERATIONS
+                Limits::LISTED_OPERATIONS
             } else {
                 0
             },
+            by_cgroup: arguments.apart == Apart::Cgroup,
         },
         Clock::system(),
         clock::monotonic_ns(),
@@ -295,7 +313,8 @@ fn try_run(arguments: &AttachArguments, ending: &Ending) -> Result<Exit, (Exit, 
         collector: &mut collector,
         outputs: &mut outputs,
         samples: Vec::new(),
-        last_problem: String::new(),
+        more: true,
+        problems: Problems::default(),
         status: !arguments.quiet && io::stderr().is_terminal(),
     };
     if let (Some(destination), 0) = (reader.outputs.files.ready.take(), watched.failed) {
@@ -416,26 +435,66 @@ fn scope(arguments: &AttachArguments, first: u32) -> Result<Scope, String> {
     Scope::new(&value).map_err(|problem| format!("--scope-env: {name} of process {first}: {problem}"))
 }
 
+/// What went wrong, told as it comes, but not more often than somebody can read.
+#[derive(Default)]
+struct Problems {
+    last: String,
+    /// How many were told in the second that began then.
+    told: Option<(Instant, u32)>,
+    untold: u64,
+}
+
+impl Problems {
+    /// Tells one. A problem that lasts is told once.
+    fn tell(&mut self, problem: String) {
+        if problem == self.last {
+            return;
+        }
+        let told = match self.told {
+            Some((since, told)) if since.elapsed() < Duration::from_secs(1) => (since, told),
+            _ => (Instant::now(), 0),
+        };
+        let has_room = told.1 < PROBLEMS;
+        self.told = Some((told.0, told.1 + u32::from(has_room)));
+        if !has_room {
+            self.untold += 1;
+            return;
+        }
+        match std::mem::take(&mut self.untold) {
+            0 => warn!("{problem}"),
+            untold => warn!(
+                untold,
+                "{problem}; before it {untold} problems were not told, they were too many"
+            ),
+        }
+        self.last = problem;
+    }
+}
+
 struct Reader<'a> {
     session: &'a mut Session,
     collector: &'a mut Collector,
     outputs: &'a mut Outputs,
+    /// What was polled and is not taken in.
     samples: Vec<Sample>,
-    last_problem: String,
+    /// A process is left.
+    more: bool,
+    problems: Problems,
     status: bool,
 }
 
 impl Reader<'_> {
     /// Reads until there is a reason to end.
     fn watch(&mut self, ending: &Ending, duration: Option<Duration>, begun: Instant) {
+        let is_over = || ending.asked() || duration.is_some_and(|duration| begun.elapsed() >= duration);
         let (mut exported, mut metered, mut drawn) = (begun, begun, begun);
         loop {
-            let now = Instant::now();
-            let over = duration.is_some_and(|duration| now.duration_since(begun) >= duration);
-            if !self.poll() || ending.asked() || over {
+            self.poll(is_over);
+            if !self.more || is_over() {
                 break;
             }
-            let busy = self.collector.batched_spans() >= EXPORT_SPANS;
+            let now = Instant::now();
+            let busy = self.collector.batched() >= EXPORT_ITEMS;
             if busy || now.duration_since(exported) >= EXPORT {
                 if now.duration_since(metered) >= METRICS {
                     self.meter();
@@ -448,7 +507,7 @@ impl Reader<'_> {
                 self.draw(begun);
                 drawn = now;
             }
-            if !busy {
+            if !busy && !self.session.is_behind() {
                 thread::sleep(POLL);
             }
         }
@@ -457,23 +516,28 @@ impl Reader<'_> {
         }
     }
 
-    /// Takes in what has come. `false` once no process is left.
-    fn poll(&mut self) -> bool {
-        let now = clock::monotonic_ns();
-        self.collector.clock_mut().refresh(now);
-        let more = match self.session.poll(&mut self.samples) {
-            Ok(more) => more,
-            Err(problem) => {
-                // A problem that lasts is told once.
-                if problem != self.last_problem {
-                    warn!("{problem}");
-                    self.last_problem = problem;
+    /// Takes in what has come, until `is_over`: the rest waits for the next call.
+    fn poll(&mut self, is_over: impl Fn() -> bool) {
+        if self.samples.is_empty() {
+            let now = clock::monotonic_ns();
+            self.collector.clock_mut().refresh(now);
+            self.more = match self.session.poll(&mut self.samples) {
+                Ok(more) => more,
+                Err(problem) => {
+                    self.problems.tell(problem);
+                    self.session.pids().next().is_some()
                 }
-                self.session.pids().next().is_some()
+            };
+        }
+        let mut samples = VecDeque::from(std::mem::take(&mut self.samples));
+        loop {
+            let slice = samples.len().min(SLICE);
+            self.collector.ingest_each(samples.drain(..slice));
+            if samples.is_empty() || is_over() {
+                break;
             }
-        };
-        self.collector.ingest(&mut self.samples);
-        more
+        }
+        self.samples = samples.into();
     }
 
     fn meter(&mut self) {
@@ -500,18 +564,40 @@ impl Reader<'_> {
         ));
     }
 
-    /// Detaches, takes what is left and hands all of it to the exporters. Returns how long detaching took, milliseconds.
+    /// Detaches, takes what is left and hands all of it to the exporters, for as long as [`LET_GO`]. Returns how long detaching took,
+    /// milliseconds.
     fn let_go(&mut self) -> f64 {
+        let begun = Instant::now();
+        let is_over = || begun.elapsed() >= LET_GO;
         // What has happened until now is taken while everything still runs.
-        self.poll();
+        loop {
+            self.poll(is_over);
+            self.export_if_due();
+            let is_behind = self.session.is_behind() || !self.samples.is_empty();
+            if !is_behind || is_over() {
+                break;
+            }
+        }
         let detached = self.session.detach_all();
-        // Two polls: the last samples of a process come with the poll after it was let go.
-        while self.poll() {}
-        self.collector.finish(clock::monotonic_ns());
+        // The last samples of a process come with the poll after it was let go.
+        while (self.more || !self.samples.is_empty()) && !is_over() {
+            self.poll(is_over);
+            self.export_if_due();
+        }
+        while !is_over() && self.collector.finish_some(clock::monotonic_ns(), EXPORT_ITEMS) {
+            self.export_if_due();
+        }
+        self.collector.leave_out_the_rest(self.samples.len());
         self.meter();
         self.outputs.export(self.collector);
         let detach_ms = detached.as_secs_f64() * 1e3;
         info!(detach_ms, "detached in {detach_ms:.1} ms");
         detach_ms
+    }
+
+    fn export_if_due(&mut self) {
+        if self.collector.batched() >= EXPORT_ITEMS {
+            self.outputs.export(self.collector);
+        }
     }
 }

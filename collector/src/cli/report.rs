@@ -36,7 +36,8 @@ pub(super) fn summarise(
     let mut emitted = [0; Kind::LIMIT];
     for counters in pids.iter().filter_map(|pid| session.counters(*pid)) {
         for (sum, count) in emitted.iter_mut().zip(counters.emitted) {
-            *sum += count;
+            // A target's own counts, which may be anything.
+            *sum = u64::saturating_add(*sum, count);
         }
     }
     let readings = collector.readings();
@@ -53,6 +54,7 @@ pub(super) fn summarise(
         device_events_overwritten: readings.counts.overwritten,
         unfinished: collector.unfinished(),
         given_up: summary::given_up(&readings),
+        limits: readings.left_out.by_name(),
         duration_s,
         attach_ms: watched.attach_ms,
         detach_ms,
@@ -93,6 +95,10 @@ pub(super) fn report(summary: &Summary, collector: &Collector) -> String {
     }
     for (reason, count) in &summary.given_up {
         let _ = writeln!(text, "  {reason}: {count}");
+    }
+    for (limit, count) in collector.readings().left_out.iter() {
+        let (name, items) = (limit.name(), limit.items());
+        let _ = writeln!(text, "  left out at a limit: {count} {items} ({name})");
     }
     for row in &summary.exporters {
         let _ = write!(text, "{}", Printable::from(&*row.target));

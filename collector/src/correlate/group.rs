@@ -3,12 +3,13 @@
 use ringsight_records::{Description, Function, Kind, Record, State, pages::CAPTURED};
 use rustc_hash::FxHashMap;
 
-use crate::identity::{Direction, InstanceKey, TraceKind};
+use crate::{
+    identity::{Direction, InstanceKey, TraceKind},
+    limits::{LeftOut, Limit, Limits},
+};
 
 /// Operations that a group's span links to; a group of more says how many there were.
 pub const GROUP_LINKS: usize = 128;
-/// Groups of a process that may be open at once.
-const OPEN_GROUPS: usize = 4096;
 
 /// A group of one process.
 #[derive(Clone, Debug, Default)]
@@ -31,6 +32,8 @@ pub struct Group {
     pub operations: u32,
     /// Spans of the first [`GROUP_LINKS`] of them.
     pub members: Vec<(InstanceKey, u32, Direction)>,
+    /// Its last call has ended.
+    closed: bool,
 }
 
 impl Group {
@@ -47,16 +50,18 @@ pub(super) struct Groups {
     open: FxHashMap<u32, Group>,
     /// Closed at the API and waiting for the watermark.
     closed: Vec<u32>,
-    pub(super) evicted: u64,
+    /// Links that the open ones have to their operations.
+    links: usize,
 }
 
 impl Groups {
-    fn group(&mut self, pid: u32, number: u32) -> &mut Group {
-        if self.open.len() >= OPEN_GROUPS && !self.open.contains_key(&number) {
+    fn group(&mut self, pid: u32, number: u32, limits: &Limits, left_out: &mut LeftOut) -> &mut Group {
+        if self.open.len() >= limits.groups && !self.open.contains_key(&number) {
             // Only groups whose end was lost stay for so long; which of them goes does not matter.
-            self.evicted += self.open.len() as u64;
+            left_out.add(Limit::Groups, self.open.len() as u64);
             self.open.clear();
             self.closed.clear();
+            self.links = 0;
         }
         self.open.entry(number).or_insert_with(|| Group {
             pid,
@@ -65,8 +70,15 @@ impl Groups {
         })
     }
 
-    pub(super) fn record(&mut self, pid: u32, kind: Kind, record: &Record) {
-        let group = self.group(pid, record.op);
+    pub(super) fn record(
+        &mut self,
+        pid: u32,
+        kind: Kind,
+        record: &Record,
+        limits: &Limits,
+        left_out: &mut LeftOut,
+    ) {
+        let group = self.group(pid, record.op, limits, left_out);
         let stop = matches!(record.state, State::STOP | State::ABORTED);
         if kind == Kind::Group {
             if stop {
@@ -84,9 +96,8 @@ impl Groups {
             }
             State::GROUP_END_API_START => group.end_entered_ns = record.time_ns,
             _ if stop => {
-                let first = group.api.1 == 0;
                 group.api.1 = record.time_ns;
-                if first {
+                if !std::mem::replace(&mut group.closed, true) {
                     self.closed.push(record.op);
                 }
             }
@@ -95,7 +106,13 @@ impl Groups {
     }
 
     /// Enters an eager operation into its group when its description is first read.
-    pub(super) fn describe(&mut self, pid: u32, description: &Description) {
+    pub(super) fn describe(
+        &mut self,
+        pid: u32,
+        description: &Description,
+        limits: &Limits,
+        left_out: &mut LeftOut,
+    ) {
         // A group around a lone operation says nothing that the operation's own span does not.
         if description.group == 0 || description.group_depth < 2 || description.op & CAPTURED != 0 {
             return;
@@ -118,11 +135,18 @@ impl Groups {
             },
             pair,
         };
-        let group = self.group(pid, description.group);
+        let has_room = self.links < limits.operation_parts.process;
+        let group = self.group(pid, description.group, limits, left_out);
         group.explicit = true;
-        group.operations += 1;
-        if group.members.len() < GROUP_LINKS {
+        group.operations = group.operations.saturating_add(1);
+        if group.members.len() >= GROUP_LINKS {
+            return;
+        }
+        if has_room {
             group.members.push((key, description.rank, direction));
+            self.links += 1;
+        } else {
+            left_out.count(Limit::OperationParts);
         }
     }
 
@@ -136,11 +160,11 @@ impl Groups {
             if group.explicit && watermark_ns < group.end_ns().saturating_add(linger_ns) {
                 return true;
             }
-            if let Some(group) = self.open.remove(number)
-                && group.explicit
-                && group.api.0 != 0
-            {
-                finished(group);
+            if let Some(group) = self.open.remove(number) {
+                self.links = self.links.saturating_sub(group.members.len());
+                if group.explicit && group.api.0 != 0 {
+                    finished(group);
+                }
             }
             false
         });

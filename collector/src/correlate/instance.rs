@@ -4,11 +4,14 @@ use std::collections::VecDeque;
 
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use super::{Limits, RankOperation};
-use crate::identity::InstanceKey;
+use super::{RankOperation, communicators::Owner};
+use crate::{
+    identity::InstanceKey,
+    limits::{LeftOut, Limit, Limits},
+};
 
-/// Instances that were handed out before all their parts had come and are remembered for the parts that come later.
-const REMEMBERED: usize = 65_536;
+/// Vectors kept for later instances, and the room that one may have.
+const SPARE: (usize, usize) = (1024, 64);
 
 /// The parts of one instance.
 #[derive(Clone, Debug)]
@@ -22,9 +25,20 @@ pub struct Instance {
     /// The instance was handed out before, without these parts.
     pub late: bool,
     since_ns: u64,
+    /// When the last part that is here ended.
+    end_ns: u64,
+    /// Process of the first part, which the instance counts for.
+    begun_by: u32,
+    owner: Owner,
 }
 
 impl Instance {
+    /// Whose processes the parts are of.
+    #[must_use]
+    pub fn owner(&self) -> Owner {
+        self.owner
+    }
+
     /// The part that stands for the whole: rank 0's, or a message's sender's.
     #[must_use]
     pub fn root_part(&self) -> Option<&RankOperation> {
@@ -41,59 +55,90 @@ impl Instance {
 pub struct GivenUp {
     /// Instances handed out before all watched ranks' parts had come.
     pub timed_out: u64,
-    /// Of those, the ones handed out because too many waited.
-    pub evicted: u64,
     /// Parts that came twice.
     pub duplicates: u64,
     /// Operations that belong to no instance because their communicator, its size or their peer was never known.
     pub unidentified: u64,
+    /// Parts of a communicator that is another owner's.
+    pub foreign: u64,
+}
+
+/// What one process has begun.
+#[derive(Debug, Default)]
+struct OfProcess {
+    waiting: usize,
+    /// In the order of their first part; may name instances that are gone.
+    queue: VecDeque<(u64, InstanceKey)>,
+    /// Those that were handed out before all their parts had come, remembered for the parts that come later.
+    remembered: VecDeque<InstanceKey>,
 }
 
 /// Instances that wait for parts.
 #[derive(Debug, Default)]
 pub struct Instances {
     waiting: FxHashMap<InstanceKey, Instance>,
-    /// In the order of their first part; may name instances that are gone.
-    queue: VecDeque<(u64, InstanceKey)>,
+    by_process: FxHashMap<u32, OfProcess>,
     whole: Vec<InstanceKey>,
     remembered: FxHashSet<InstanceKey>,
-    remembered_order: VecDeque<InstanceKey>,
     #[expect(
         clippy::vec_box,
         reason = "boxes move between tables without a copy of what is in them"
     )]
     spare: Vec<Vec<Box<RankOperation>>>,
     given_up: GivenUp,
+    left_out: LeftOut,
+    /// Parts of no use.
+    #[expect(clippy::vec_box, reason = "as above")]
+    refused: Vec<Box<RankOperation>>,
+}
+
+/// What is known around a part that is added.
+#[derive(Clone, Copy, Debug)]
+pub struct Context {
+    /// Owner of the part's process.
+    pub owner: Owner,
+    /// Whether the part's communicator is known as that owner's.
+    pub is_known: bool,
+    /// How many parts watched ranks deliver.
+    pub expected: usize,
+    /// The latest watermark.
+    pub now_ns: u64,
+    /// Instances that the part's process may have begun at once.
+    pub most: usize,
 }
 
 impl Instances {
-    /// Adds one rank's part. `expected` is how many parts watched ranks deliver, `now_ns` the latest watermark. What has
-    /// to go early for lack of room is appended to `out`. A part that is of no use is handed back.
-    pub fn add(
-        &mut self,
-        part: Box<RankOperation>,
-        expected: usize,
-        now_ns: u64,
-        limits: &Limits,
-        out: &mut Vec<Instance>,
-    ) -> Option<Box<RankOperation>> {
+    /// Adds one rank's part. What has to go early for lack of room is appended to `out`. A part that is of no use comes with
+    /// the next [`Instances::refused`].
+    pub fn add(&mut self, part: Box<RankOperation>, context: &Context, out: &mut Vec<Instance>) {
         let Some(key) = part.instance() else {
             self.given_up.unidentified += 1;
-            return Some(part);
+            self.refused.push(part);
+            return;
         };
-        if self.waiting.len() >= limits.instances && !self.waiting.contains_key(&key) {
-            self.evict(out);
-        }
-        let instance = self.waiting.entry(key).or_insert_with(|| {
-            self.queue.push_back((now_ns, key));
-            Instance {
-                key,
-                parts: self.spare.pop().unwrap_or_default(),
-                whole: false,
-                late: self.remembered.contains(&key),
-                since_ns: now_ns,
+        if let Some(known) = self
+            .waiting
+            .get(&key)
+            .filter(|known| known.owner != context.owner)
+        {
+            // Both say that it is theirs. Whose communicator is known has it.
+            self.given_up.foreign += 1;
+            if !context.is_known {
+                self.refused.push(part);
+                return;
             }
-        });
+            let begun_by = known.begun_by;
+            if let Some(known) = self.take(&key, begun_by) {
+                self.refused.extend(known.parts);
+            }
+        }
+        let pid = part.pid;
+        if !self.waiting.contains_key(&key) {
+            self.begin(key, pid, context, out);
+        }
+        let Some(instance) = self.waiting.get_mut(&key) else {
+            return;
+        };
         let order = |part: &RankOperation| (part.rank, part.direction());
         match instance
             .parts
@@ -101,21 +146,62 @@ impl Instances {
         {
             Ok(_) => {
                 self.given_up.duplicates += 1;
-                return Some(part);
+                self.refused.push(part);
+                return;
             }
-            Err(at) => instance.parts.insert(at, part),
+            Err(at) => {
+                instance.end_ns = instance.end_ns.max(part.device.1);
+                instance.parts.insert(at, part);
+            }
         }
         // Who comes after the instance was handed out has nobody to wait for.
-        if !instance.whole && (instance.late || instance.parts.len() >= expected) {
+        if !instance.whole && (instance.late || instance.parts.len() >= context.expected) {
             instance.whole = true;
             self.whole.push(key);
         }
-        None
+    }
+
+    fn begin(&mut self, key: InstanceKey, pid: u32, context: &Context, out: &mut Vec<Instance>) {
+        let own = self.by_process.entry(pid).or_default();
+        if own.waiting >= context.most {
+            self.evict(pid, out);
+        }
+        let (now_ns, waiting) = (context.now_ns, &self.waiting);
+        let own = self.by_process.entry(pid).or_default();
+        if own.queue.len() > 2 * context.most {
+            own.queue.retain(|(_, key)| waiting.contains_key(key));
+        }
+        own.waiting += 1;
+        own.queue.push_back((now_ns, key));
+        let instance = Instance {
+            key,
+            parts: self.spare.pop().unwrap_or_default(),
+            whole: false,
+            late: self.remembered.contains(&key),
+            since_ns: now_ns,
+            end_ns: 0,
+            begun_by: pid,
+            owner: context.owner,
+        };
+        self.waiting.insert(key, instance);
+    }
+
+    /// Parts that were of no use.
+    pub fn refused(&mut self) -> impl Iterator<Item = Box<RankOperation>> {
+        self.refused.drain(..)
+    }
+
+    fn take(&mut self, key: &InstanceKey, begun_by: u32) -> Option<Instance> {
+        let instance = self.waiting.remove(key)?;
+        if let Some(own) = self.by_process.get_mut(&begun_by) {
+            own.waiting = own.waiting.saturating_sub(1);
+        }
+        Some(instance)
     }
 
     /// Hands out what is whole and wholly before `least_ns` (every watched process's watermark has passed it, so that no
     /// communicator of another process can turn up that takes part too), and what has waited too long at `now_ns`.
-    /// `expected` is as in [`Instances::add`], as known by now.
+    /// `expected` is how many parts watched ranks deliver, as known by now.
     pub fn settle(
         &mut self,
         least_ns: u64,
@@ -129,7 +215,7 @@ impl Instances {
             let Some(instance) = self.waiting.get_mut(key) else {
                 return false;
             };
-            if instance.parts.iter().any(|part| part.device.1 > least_ns) {
+            if instance.end_ns > least_ns {
                 return true;
             }
             if !instance.late && instance.parts.len() < expected(key) {
@@ -137,49 +223,59 @@ impl Instances {
                 instance.whole = false;
                 return false;
             }
-            out.extend(self.waiting.remove(key));
+            let begun_by = instance.begun_by;
+            out.extend(self.take(key, begun_by));
             false
         });
         self.whole = whole;
-        while let Some((since_ns, key)) = self.queue.front() {
-            match self.waiting.get(key) {
-                Some(instance) if instance.since_ns == *since_ns => {
+        let mut processes = std::mem::take(&mut self.by_process);
+        for (pid, own) in &mut processes {
+            while let Some((since_ns, key)) = own.queue.front().copied() {
+                if self.is_waiting(&key, *pid, since_ns) {
                     if now_ns < since_ns.saturating_add(limits.instance_linger_ns) {
                         break;
                     }
-                    self.given_up.timed_out += u64::from(!instance.whole);
-                    let key = *key;
-                    self.give_up(key, out);
+                    self.give_up(key, own, limits.instances.process, out);
                 }
-                _ => {}
-            }
-            self.queue.pop_front();
-        }
-    }
-
-    fn evict(&mut self, out: &mut Vec<Instance>) {
-        while let Some((since_ns, key)) = self.queue.pop_front() {
-            if self
-                .waiting
-                .get(&key)
-                .is_some_and(|instance| instance.since_ns == since_ns)
-            {
-                self.given_up.timed_out += 1;
-                self.given_up.evicted += 1;
-                self.give_up(key, out);
-                return;
+                own.queue.pop_front();
             }
         }
+        self.by_process = processes;
     }
 
-    fn give_up(&mut self, key: InstanceKey, out: &mut Vec<Instance>) {
+    /// Whether an instance is the one that a process began then.
+    fn is_waiting(&self, key: &InstanceKey, begun_by: u32, since_ns: u64) -> bool {
+        let instance = self.waiting.get(key);
+        instance.is_some_and(|instance| (instance.begun_by, instance.since_ns) == (begun_by, since_ns))
+    }
+
+    /// Hands out the oldest instance that a process has begun.
+    fn evict(&mut self, pid: u32, out: &mut Vec<Instance>) {
+        let Some(mut own) = self.by_process.remove(&pid) else {
+            return;
+        };
+        let most = own.waiting;
+        while let Some((since_ns, key)) = own.queue.pop_front() {
+            if self.is_waiting(&key, pid, since_ns) {
+                self.left_out.count(Limit::Instances);
+                self.give_up(key, &mut own, most, out);
+                break;
+            }
+        }
+        self.by_process.insert(pid, own);
+    }
+
+    /// Hands out an instance of `own`, which remembers `most` that lacked parts.
+    fn give_up(&mut self, key: InstanceKey, own: &mut OfProcess, most: usize, out: &mut Vec<Instance>) {
         let Some(instance) = self.waiting.remove(&key) else {
             return;
         };
+        own.waiting = own.waiting.saturating_sub(1);
+        self.given_up.timed_out += u64::from(!instance.whole);
         if !instance.whole && self.remembered.insert(key) {
-            self.remembered_order.push_back(key);
-            if self.remembered_order.len() > REMEMBERED
-                && let Some(oldest) = self.remembered_order.pop_front()
+            own.remembered.push_back(key);
+            if own.remembered.len() > most
+                && let Some(oldest) = own.remembered.pop_front()
             {
                 self.remembered.remove(&oldest);
             }
@@ -189,18 +285,34 @@ impl Instances {
 
     /// Hands out everything.
     pub fn finish(&mut self, out: &mut Vec<Instance>) {
-        for (_, key) in std::mem::take(&mut self.queue) {
-            if let Some(instance) = self.waiting.get(&key) {
-                self.given_up.timed_out += u64::from(!instance.whole);
-                self.give_up(key, out);
+        let mut processes = std::mem::take(&mut self.by_process);
+        for (pid, own) in &mut processes {
+            let most = own.waiting;
+            for (since_ns, key) in std::mem::take(&mut own.queue) {
+                if self.is_waiting(&key, *pid, since_ns) {
+                    self.give_up(key, own, most, out);
+                }
             }
         }
+        self.by_process = processes;
         self.whole.clear();
+    }
+
+    /// Nothing refers to a process any more.
+    pub fn exited(&mut self, pid: u32) {
+        if let Some(own) = self.by_process.get(&pid)
+            && own.waiting == 0
+        {
+            for key in &own.remembered {
+                self.remembered.remove(key);
+            }
+            self.by_process.remove(&pid);
+        }
     }
 
     /// Takes back the vector of an instance that has been dealt with.
     pub fn recycle(&mut self, parts: Vec<Box<RankOperation>>) {
-        if self.spare.len() < 1024 && parts.is_empty() {
+        if self.spare.len() < SPARE.0 && parts.is_empty() && parts.capacity() <= SPARE.1 {
             self.spare.push(parts);
         }
     }
@@ -209,6 +321,12 @@ impl Instances {
     #[must_use]
     pub fn waiting(&self) -> usize {
         self.waiting.len()
+    }
+
+    /// What was left out so far.
+    #[must_use]
+    pub fn left_out(&self) -> &LeftOut {
+        &self.left_out
     }
 
     /// What was given up so far.

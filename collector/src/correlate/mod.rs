@@ -24,29 +24,7 @@ pub use operation::{KernelChannel, RankOperation, Verdict, Whereabouts};
 pub use target::Given;
 use target::Target;
 
-/// What bounds the correlator's memory and patience.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
-    /// Operations in flight in a process.
-    pub in_flight: usize,
-    /// How long a completed operation waits for the rest of its records after the last one, nanoseconds.
-    pub linger_ns: u64,
-    /// How long an instance waits for the other watched ranks.
-    pub instance_linger_ns: u64,
-    /// Instances that wait at once.
-    pub instances: usize,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Self {
-            in_flight: 16_384,
-            linger_ns: 500_000_000,
-            instance_linger_ns: 2_000_000_000,
-            instances: 65_536,
-        }
-    }
-}
+use crate::limits::{LeftOut, Limits, Shared};
 
 /// Something that is over, or that is to be told before it is.
 #[derive(Clone, Debug)]
@@ -89,13 +67,16 @@ impl Counts {
     /// Everything that was lost.
     #[must_use]
     pub fn lost_total(&self) -> u64 {
-        self.lost.iter().sum::<u64>() + self.lost_other
+        let kinds = self.lost.iter();
+        kinds.fold(self.lost_other, |sum, count| sum.saturating_add(*count))
     }
 
     /// Everything that was missed before.
     #[must_use]
     pub fn missed_total(&self) -> u64 {
-        self.missed.iter().sum()
+        self.missed
+            .iter()
+            .fold(0, |sum, count| sum.saturating_add(*count))
     }
 
     /// Everything that came in.
@@ -107,6 +88,9 @@ impl Counts {
 
 /// Puts operations of each watched process together.
 pub struct Correlator {
+    /// As they are where there is one process.
+    whole: Limits,
+    /// With each process's part of what is for all.
     limits: Limits,
     targets: Vec<Option<Target>>,
     by_pid: FxHashMap<u32, usize>,
@@ -114,6 +98,7 @@ pub struct Correlator {
     recent: (u32, usize),
     counts: Counts,
     given: Given,
+    left_out: LeftOut,
     host_groups: HostGroups,
 }
 
@@ -131,26 +116,39 @@ impl Correlator {
     #[must_use]
     pub fn new(limits: Limits) -> Self {
         Self {
+            whole: limits,
             limits,
             targets: Vec::new(),
             by_pid: FxHashMap::default(),
             recent: (0, usize::MAX),
             counts: Counts::default(),
             given: Given::default(),
+            left_out: LeftOut::default(),
             host_groups: HostGroups::default(),
         }
     }
 
     fn target(&mut self, pid: u32) -> Option<&mut Target> {
+        self.target_and_limits(pid).map(|(target, _)| target)
+    }
+
+    /// A process, and what holds for it.
+    fn target_and_limits(&mut self, pid: u32) -> Option<(&mut Target, &Limits)> {
         if self.recent.0 != pid || self.recent.1 == usize::MAX {
             self.recent = (pid, *self.by_pid.get(&pid)?);
         }
-        self.targets.get_mut(self.recent.1).and_then(Option::as_mut)
+        let target = self.targets.get_mut(self.recent.1)?.as_mut()?;
+        Some((target, &self.limits))
+    }
+
+    /// What holds for each of the processes that are watched now.
+    #[must_use]
+    pub fn limits(&self) -> &Limits {
+        &self.limits
     }
 
     /// Takes in a sample; what is over because of it is appended to `finished`. Communicators are the caller's matter.
     pub fn ingest(&mut self, sample: Sample, finished: &mut Vec<Finished>) {
-        let limits = self.limits;
         match sample {
             Sample::Record {
                 pid, record, carrier, ..
@@ -164,18 +162,18 @@ impl Correlator {
                     }
                 };
                 self.counts.received[kind as usize] += 1;
-                if let Some(target) = self.target(pid) {
-                    target.record(kind, &record, &limits, finished);
+                if let Some((target, limits)) = self.target_and_limits(pid) {
+                    target.record(kind, &record, limits, finished);
                 }
             }
             Sample::Description { pid, description } => {
-                if let Some(target) = self.target(pid) {
-                    target.describe(description, &limits, finished);
+                if let Some((target, limits)) = self.target_and_limits(pid) {
+                    target.describe(description, limits, finished);
                 }
             }
             Sample::Watermark { pid, time_ns } => {
-                if let Some(target) = self.target(pid) {
-                    target.watermark(time_ns, &limits, finished);
+                if let Some((target, limits)) = self.target_and_limits(pid) {
+                    target.watermark(time_ns, limits, finished);
                 }
             }
             Sample::Lost { pid, kind, count, .. } => {
@@ -184,7 +182,7 @@ impl Correlator {
                         let lost = &mut self.counts.lost[kind as usize];
                         *lost = lost.saturating_add(count);
                     }
-                    None => self.counts.lost_other += count,
+                    None => self.counts.lost_other = self.counts.lost_other.saturating_add(count),
                 }
                 match pid {
                     Some(pid) => {
@@ -214,12 +212,15 @@ impl Correlator {
                 self.exited(process.pid, true, finished);
                 self.by_pid.insert(process.pid, self.targets.len());
                 self.targets.push(Some(Target::new(process)));
+                self.deal();
             }
             Sample::Exited { pid, ended } => self.exited(pid, ended, finished),
             // Of no operation.
             Sample::Network(_) | Sample::NetworkLost { .. } => {}
             Sample::Call(call) => {
-                let (group, ended) = self.host_groups.call(&call);
+                let (group, ended) = self
+                    .host_groups
+                    .call(&call, self.limits.groups, &mut self.left_out);
                 finished.push(Finished::Call(call, group));
                 finished.extend(ended.map(Finished::HostGroup));
             }
@@ -248,19 +249,32 @@ impl Correlator {
         self.host_groups.give_up(pid);
         if let Some(mut target) = self.targets[at].take() {
             target.flush(ended, &self.limits, finished);
-            self.add_given(target.given);
+            self.given.add(&target.given);
+            self.left_out.add_all(&target.left_out);
         }
         // Places at the end are used again; a collector that outlives many processes keeps a short list.
         while self.targets.last().is_some_and(Option::is_none) {
             self.targets.pop();
         }
+        self.deal();
     }
 
-    fn add_given(&mut self, given: Given) {
-        self.given.late_records += given.late_records;
-        self.given.evicted_operations += given.evicted_operations;
-        self.given.evicted_groups += given.evicted_groups;
-        self.given.begun_before_attach += given.begun_before_attach;
+    /// Gives each process its part of what is for all.
+    fn deal(&mut self) {
+        let processes = self.by_pid.len();
+        let part = |whole: Shared| Shared {
+            process: whole.of_one(processes),
+            ..whole
+        };
+        self.limits = Limits {
+            operations: part(self.whole.operations),
+            operation_parts: part(self.whole.operation_parts),
+            instances: part(self.whole.instances),
+            queue_pairs: part(self.whole.queue_pairs),
+            registrations: part(self.whole.registrations),
+            failovers: part(self.whole.failovers),
+            ..self.whole
+        };
     }
 
     /// Operations of a process that have not ended.
@@ -274,17 +288,20 @@ impl Correlator {
         self.target(pid)?.known_mut(op, replay)
     }
 
-    /// Flushes every process.
-    pub fn finish(&mut self, finished: &mut Vec<Finished>) {
-        let pids: Vec<u32> = self
+    /// Flushes one process that is still watched. `false` once there is none.
+    pub fn finish_one(&mut self, finished: &mut Vec<Finished>) -> bool {
+        let Some(pid) = self
             .targets
             .iter()
+            .rev()
             .flatten()
             .map(|target| target.process.pid)
-            .collect();
-        for pid in pids {
-            self.exited(pid, false, finished);
-        }
+            .next()
+        else {
+            return false;
+        };
+        self.exited(pid, false, finished);
+        true
     }
 
     /// Takes back the box of an operation that has been dealt with.
@@ -309,6 +326,12 @@ impl Correlator {
         }))
     }
 
+    /// Operations that have not been handed out.
+    #[must_use]
+    pub fn held(&self) -> usize {
+        self.targets.iter().flatten().map(Target::held).sum()
+    }
+
     /// Operations in flight on all ranks.
     #[must_use]
     pub fn in_flight(&self) -> usize {
@@ -326,10 +349,17 @@ impl Correlator {
     pub fn given(&self) -> Given {
         let mut all = self.given;
         for target in self.targets.iter().flatten() {
-            all.late_records += target.given.late_records;
-            all.evicted_operations += target.given.evicted_operations;
-            all.evicted_groups += target.given.evicted_groups;
-            all.begun_before_attach += target.given.begun_before_attach;
+            all.add(&target.given);
+        }
+        all
+    }
+
+    /// What was left out so far at the limits of operations.
+    #[must_use]
+    pub fn left_out(&self) -> LeftOut {
+        let mut all = self.left_out;
+        for target in self.targets.iter().flatten() {
+            all.add_all(&target.left_out);
         }
         all
     }

@@ -5,11 +5,23 @@ use ringsight_records::{
     Cause, Description, Flags, Function, Kind, Record, State, pages::CAPTURED, verdicts::Nic,
 };
 
-use super::proxy::ProxyOperation;
-use crate::identity::{Direction, InstanceKey, TraceKind};
+use rustc_hash::FxHashMap;
+
+use super::proxy::{Carrying, ProxyOperation};
+use crate::{
+    identity::{Direction, InstanceKey, TraceKind},
+    limits::{Limit, Limits},
+};
 
 /// Failures of ports kept of one operation.
 const DELAYS: usize = 8;
+/// Proxy operations that an unused box keeps room for.
+const KEPT_PROXIES: usize = 32;
+/// So many are looked through; of more there is a table.
+const FEW_PROXIES: usize = 16;
+
+/// Channel, peer and direction of a proxy operation.
+type Connection = (u8, u32, bool);
 
 /// One channel of the operation's kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -139,7 +151,13 @@ pub struct RankOperation {
     pub awaited_in: Option<Whereabouts>,
     /// When it was let go of without having ended, as far as is known; 0: it ended.
     pub cut_ns: u64,
+    /// How many losses its process had before it began: it may lack what was lost since.
+    pub(super) losses_before: u64,
+    /// What it holds: [`Limit::OperationParts`].
+    pub(super) parts: usize,
     recent_proxy: usize,
+    /// Place of the last proxy operation of a connection, where there are more than [`FEW_PROXIES`].
+    by_connection: FxHashMap<Connection, usize>,
 }
 
 impl RankOperation {
@@ -155,17 +173,43 @@ impl RankOperation {
         self.proxies.clear();
         self.verdicts.clear();
         self.delayed_by.clear();
+        if !self.by_connection.is_empty() {
+            self.by_connection.clear();
+        }
         *self = Self {
             pid,
             op,
             replay,
             peer: -1,
+            by_connection: std::mem::take(&mut self.by_connection),
             channels: std::mem::take(&mut self.channels),
             proxies: std::mem::take(&mut self.proxies),
             verdicts: std::mem::take(&mut self.verdicts),
             delayed_by: std::mem::take(&mut self.delayed_by),
             ..Self::default()
         };
+    }
+
+    /// Gives back what an operation of unusual size took, before the box waits for its next one.
+    pub(super) fn shed(&mut self) {
+        if self.proxies.capacity() > KEPT_PROXIES {
+            self.proxies = Vec::new();
+            self.by_connection = FxHashMap::default();
+        }
+    }
+
+    /// The operation as it is now with its last verdict, without its proxy operations: what is to be said of that verdict does not
+    /// take more time the more an operation holds.
+    pub(super) fn judged(&self) -> Box<Self> {
+        Box::new(Self {
+            description: self.description.clone(),
+            channels: self.channels.clone(),
+            verdicts: self.verdicts.last().copied().into_iter().collect(),
+            delayed_by: self.delayed_by.clone(),
+            proxies: Vec::new(),
+            by_connection: FxHashMap::default(),
+            ..*self
+        })
     }
 
     /// It was delayed by the failure of a port.
@@ -245,8 +289,9 @@ impl RankOperation {
         })
     }
 
-    /// Takes in one of its records; `kind` is the record's.
-    pub fn record(&mut self, kind: Kind, record: &Record) {
+    /// Takes in one of its records; `kind` is the record's. `has_room` is whether its process's operations may hold more. Returns
+    /// the limit at which the record, or a part of it, was left out.
+    pub fn record(&mut self, kind: Kind, record: &Record, has_room: bool, limits: &Limits) -> Option<Limit> {
         self.last_ns = self.last_ns.max(record.time_ns);
         if self.first_ns == 0 || record.time_ns < self.first_ns {
             self.first_ns = record.time_ns;
@@ -272,45 +317,78 @@ impl RankOperation {
                 self.aborted |= record.state == State::ABORTED;
             }
             Kind::ProxyCompleted => self.proxy_completed_ns = record.time_ns,
-            Kind::KernelCh => self.kernel_channel(record, stop),
-            Kind::ProxyOp => {
-                let at = self.proxy(record, record.state == State::START);
-                let proxy = &mut self.proxies[at];
-                match record.state {
-                    State::START => {
-                        proxy.start_ns = record.time_ns;
-                        proxy.steps = record.proxy_op_shape().0;
-                    }
-                    State::OP_IN_PROGRESS if proxy.progress_ns == 0 => proxy.progress_ns = record.time_ns,
-                    _ if stop => {
-                        proxy.stop_ns = record.time_ns;
-                        self.aborted |= record.state == State::ABORTED;
-                    }
-                    _ => {}
-                }
+            Kind::KernelCh => return self.kernel_channel(record, stop, has_room, limits).err(),
+            Kind::Verdict => return self.verdict(record, stop, has_room, limits).err(),
+            Kind::ProxyOp => match self.proxy(record, record.state == State::START, has_room, limits) {
+                Ok(at) => self.proxy_operation(at, record, stop),
+                Err(limit) => return Some(limit),
+            },
+            Kind::ProxyStep => match self.proxy(record, false, has_room, limits) {
+                Ok(at) => self.proxies[at].step(record),
+                Err(limit) => return Some(limit),
+            },
+            Kind::NetPlugin => match self.proxy(record, false, has_room, limits) {
+                Ok(at) => match self.proxies[at].carry(record, has_room) {
+                    Carrying::Kept => self.parts += 1,
+                    Carrying::Dropped => self.parts -= 1,
+                    Carrying::AsBefore => {}
+                    Carrying::LeftOut => return Some(Limit::OperationParts),
+                },
+                Err(limit) => return Some(limit),
+            },
+            _ => {}
+        }
+        None
+    }
+
+    fn proxy_operation(&mut self, at: usize, record: &Record, stop: bool) {
+        let proxy = &mut self.proxies[at];
+        match record.state {
+            State::START => {
+                proxy.start_ns = record.time_ns;
+                proxy.steps = record.proxy_op_shape().0;
             }
-            Kind::Verdict => {
-                // A later library may have causes that this one does not know.
-                let cause = u8::try_from(record.value >> 32).ok().and_then(Cause::from_code);
-                self.verdicts.extend(cause.map(|cause| Verdict {
-                    time_ns: record.time_ns,
-                    cause,
-                    culprit: record.value as u32,
-                    hang: stop,
-                    nic: None,
-                    instead: None,
-                }));
-            }
-            Kind::ProxyStep => {
-                let at = self.proxy(record, false);
-                self.proxies[at].step(record);
-            }
-            Kind::NetPlugin => {
-                let at = self.proxy(record, false);
-                self.proxies[at].carry(record);
+            State::OP_IN_PROGRESS if proxy.progress_ns == 0 => proxy.progress_ns = record.time_ns,
+            _ if stop => {
+                proxy.stop_ns = record.time_ns;
+                self.aborted |= record.state == State::ABORTED;
             }
             _ => {}
         }
+    }
+
+    fn verdict(&mut self, record: &Record, hang: bool, has_room: bool, limits: &Limits) -> Result<(), Limit> {
+        // A later library may have causes that this one does not know.
+        let Some(cause) = u8::try_from(record.value >> 32).ok().and_then(Cause::from_code) else {
+            return Ok(());
+        };
+        self.hold(
+            self.verdicts.len(),
+            limits.verdicts_per_operation,
+            Limit::VerdictsPerOperation,
+            has_room,
+        )?;
+        self.verdicts.push(Verdict {
+            time_ns: record.time_ns,
+            cause,
+            culprit: record.value as u32,
+            hang,
+            nic: None,
+            instead: None,
+        });
+        Ok(())
+    }
+
+    /// Counts one more part of it, of which it has `known`, if there is room.
+    fn hold(&mut self, known: usize, most: usize, limit: Limit, has_room: bool) -> Result<(), Limit> {
+        if known >= most {
+            return Err(limit);
+        }
+        if !has_room {
+            return Err(Limit::OperationParts);
+        }
+        self.parts += 1;
+        Ok(())
     }
 
     fn identify(&mut self, kind: Kind, record: &Record) {
@@ -361,21 +439,37 @@ impl RankOperation {
         }
     }
 
-    fn kernel_channel(&mut self, record: &Record, stop: bool) {
-        let at = self
+    fn kernel_channel(
+        &mut self,
+        record: &Record,
+        stop: bool,
+        has_room: bool,
+        limits: &Limits,
+    ) -> Result<(), Limit> {
+        let known = self
             .channels
             .iter()
             .position(|known| known.channel == record.channel);
-        let at = at.unwrap_or_else(|| {
-            self.channels.push(KernelChannel {
-                channel: record.channel,
-                start_ns: 0,
-                stop_ns: 0,
-                start_timer_ns: 0,
-                stop_timer_ns: 0,
-            });
-            self.channels.len() - 1
-        });
+        let at = match known {
+            Some(at) => at,
+            None => {
+                let known = self.channels.len();
+                self.hold(
+                    known,
+                    limits.channels_per_operation,
+                    Limit::ChannelsPerOperation,
+                    has_room,
+                )?;
+                self.channels.push(KernelChannel {
+                    channel: record.channel,
+                    start_ns: 0,
+                    stop_ns: 0,
+                    start_timer_ns: 0,
+                    stop_timer_ns: 0,
+                });
+                known
+            }
+        };
         let channel = &mut self.channels[at];
         if record.state == State::START {
             channel.start_ns = record.time_ns;
@@ -385,28 +479,58 @@ impl RankOperation {
             channel.stop_ns = record.time_ns;
             channel.stop_timer_ns = record.value;
         }
+        Ok(())
     }
 
-    /// The proxy operation that a record belongs to. `start` begins another one if there is an equal one that has started.
-    fn proxy(&mut self, record: &Record, start: bool) -> usize {
+    /// Place of the proxy operation that a record belongs to. `start` begins another one if there is an equal one that has
+    /// started.
+    fn proxy(
+        &mut self,
+        record: &Record,
+        start: bool,
+        has_room: bool,
+        limits: &Limits,
+    ) -> Result<usize, Limit> {
         if !start
             && self
                 .proxies
                 .get(self.recent_proxy)
                 .is_some_and(|recent| recent.is_for(record))
         {
-            return self.recent_proxy;
+            return Ok(self.recent_proxy);
         }
-        let equal = self.proxies.iter().filter(|known| known.is_for(record)).count();
-        let last = self.proxies.iter().rposition(|known| known.is_for(record));
+        let connection = (
+            record.channel,
+            record.peer.cast_unsigned(),
+            record.flags().contains(Flags::SEND),
+        );
+        let last = if self.proxies.len() <= FEW_PROXIES {
+            self.proxies.iter().rposition(|known| known.is_for(record))
+        } else {
+            self.by_connection.get(&connection).copied()
+        };
         self.recent_proxy = match last {
-            Some(at) if !start || self.proxies[at].start_ns == 0 => at,
+            Some(last) if !start || self.proxies[last].start_ns == 0 => last,
             _ => {
-                self.proxies.push(ProxyOperation::new(record, equal as u32));
-                self.proxies.len() - 1
+                let known = self.proxies.len();
+                self.hold(
+                    known,
+                    limits.proxies_per_operation,
+                    Limit::ProxiesPerOperation,
+                    has_room,
+                )?;
+                let index = last.map_or(0, |last| self.proxies[last].index + 1);
+                self.proxies.push(ProxyOperation::new(record, index));
+                if known == FEW_PROXIES {
+                    let all = self.proxies.iter().map(ProxyOperation::connection).zip(0..);
+                    self.by_connection.extend(all);
+                } else if known > FEW_PROXIES {
+                    self.by_connection.insert(connection, known);
+                }
+                known
             }
         };
-        self.recent_proxy
+        Ok(self.recent_proxy)
     }
 
     /// API call entered and left: the description's times, or the records'. Nothing for a replay, whose call was made at

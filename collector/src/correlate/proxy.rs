@@ -86,6 +86,19 @@ pub(crate) const fn path_name(backup: bool) -> &'static str {
     if backup { "backup" } else { "primary" }
 }
 
+/// What a record of what carries a step did to the list of those.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Carrying {
+    /// Nothing.
+    AsBefore,
+    /// There is one more.
+    Kept,
+    /// There is one fewer.
+    Dropped,
+    /// There is one that should be there.
+    LeftOut,
+}
+
 /// One proxy operation (channel, peer, direction) with its steps summed up. No step is kept once it has ended.
 #[derive(Clone, Debug)]
 pub struct ProxyOperation {
@@ -149,6 +162,11 @@ impl ProxyOperation {
         }
     }
 
+    /// Channel, peer and direction.
+    pub(super) fn connection(&self) -> (u8, u32, bool) {
+        (self.channel, self.peer, self.send)
+    }
+
     pub(super) fn is_for(&self, record: &Record) -> bool {
         self.channel == record.channel
             && self.peer == record.peer.cast_unsigned()
@@ -166,12 +184,13 @@ impl ProxyOperation {
             && (self.steps_done == self.steps || self.steps_done == 0)
     }
 
-    /// A record of what carries a step.
-    pub(super) fn carry(&mut self, record: &Record) {
+    /// A record of what carries a step. `has_room` is whether one more may be kept.
+    pub(super) fn carry(&mut self, record: &Record, has_room: bool) -> Carrying {
         if record.state == State::NET_PLUGIN_UPDATE {
             self.numbering = Numbering::from_value(record.value);
-            return;
+            return Carrying::AsBefore;
         }
+        let mut carrying = Carrying::AsBefore;
         let carrier = record.carrier();
         let backup = record.flags().contains(Flags::BACKUP);
         let known = self
@@ -185,6 +204,9 @@ impl ProxyOperation {
                 resends = before.resends.saturating_add(1);
             }
             if self.carried.len() < CARRIED + AGAIN + ACTIVE_STEPS {
+                if !has_room {
+                    return Carrying::LeftOut;
+                }
                 self.carried.push(Carried {
                     carrier,
                     start_ns: record.time_ns,
@@ -194,8 +216,9 @@ impl ProxyOperation {
                     resends,
                     failed: false,
                 });
+                carrying = Carrying::Kept;
             }
-            return;
+            return carrying;
         }
         if let Some(at) = known {
             let ended = &mut self.carried[at];
@@ -205,10 +228,11 @@ impl ProxyOperation {
             let is_ended = |known: &&Carried| known.stop_ns != 0 && !known.is_of_failover();
             if !ended.is_of_failover() && self.carried.iter().filter(is_ended).count() > CARRIED {
                 self.carried.swap_remove(at);
+                carrying = Carrying::Dropped;
             }
         }
         if record.state != State::STOP {
-            return;
+            return carrying;
         }
         let (way, room) = ((carrier.port, backup), self.by_way.len() < WAYS);
         match self.by_way.iter_mut().find(|(known, _)| *known == way) {
@@ -216,6 +240,7 @@ impl ProxyOperation {
             None if room => self.by_way.push((way, record.bytes)),
             None => {}
         }
+        carrying
     }
 
     pub(super) fn step(&mut self, record: &Record) {
@@ -225,8 +250,10 @@ impl ProxyOperation {
         let now = record.time_ns;
         if record.state == State::START {
             match found {
-                Some(_) => self.steps_missed += 1,
-                None if self.active_len == ACTIVE_STEPS => self.steps_missed += 1,
+                Some(_) => self.steps_missed = self.steps_missed.saturating_add(1),
+                None if self.active_len == ACTIVE_STEPS => {
+                    self.steps_missed = self.steps_missed.saturating_add(1);
+                }
                 None => {
                     self.active[self.active_len] = ActiveStep {
                         step: record.value,
@@ -242,18 +269,18 @@ impl ProxyOperation {
         let ended = matches!(record.state, State::STOP | State::ABORTED);
         let Some(at) = found else {
             // Its start was before the ring was armed, was lost, or did not fit. Counted once, at its end.
-            self.steps_missed += u32::from(ended);
+            self.steps_missed = self.steps_missed.saturating_add(u32::from(ended));
             return;
         };
         let active = &mut self.active[at];
         if let Some(sum) = self.sums.get_mut(active.state) {
             let spent = now.saturating_sub(active.since_ns);
-            sum.total_ns += spent;
+            sum.total_ns = sum.total_ns.saturating_add(spent);
             sum.max_ns = sum.max_ns.max(spent);
         }
         if ended {
-            self.steps_done += 1;
-            self.bytes += record.bytes;
+            self.steps_done = self.steps_done.saturating_add(1);
+            self.bytes = self.bytes.saturating_add(record.bytes);
             self.max_step_ns = self.max_step_ns.max(now.saturating_sub(active.started_ns));
             self.active_len -= 1;
             self.active[at] = self.active[self.active_len];
@@ -261,7 +288,7 @@ impl ProxyOperation {
             active.state = state_index(record.state);
             active.since_ns = now;
             if let Some(sum) = self.sums.get_mut(active.state) {
-                sum.count += 1;
+                sum.count = sum.count.saturating_add(1);
                 if sum.first_ns == 0 {
                     sum.first_ns = now;
                 }
@@ -299,8 +326,8 @@ mod tests {
 
     fn sent(operation: &mut ProxyOperation, steps: std::ops::Range<u32>) {
         for step in steps {
-            operation.carry(&record(State::START, step, PRIMARY, 10));
-            operation.carry(&record(State::STOP, step, PRIMARY, 20));
+            operation.carry(&record(State::START, step, PRIMARY, 10), true);
+            operation.carry(&record(State::STOP, step, PRIMARY, 20), true);
         }
     }
 
@@ -309,13 +336,13 @@ mod tests {
         let mut operation = operation();
         sent(&mut operation, 0..100);
         for step in 100..100 + ACTIVE_STEPS as u32 {
-            operation.carry(&record(State::START, step, PRIMARY, 30));
+            operation.carry(&record(State::START, step, PRIMARY, 30), true);
         }
         for step in 100..100 + ACTIVE_STEPS as u32 {
-            operation.carry(&record(State::START, step, BACKUP, 50));
+            operation.carry(&record(State::START, step, BACKUP, 50), true);
         }
         for step in 100..100 + ACTIVE_STEPS as u32 {
-            operation.carry(&record(State::STOP, step, BACKUP, 60));
+            operation.carry(&record(State::STOP, step, BACKUP, 60), true);
         }
         sent(&mut operation, 200..300);
         assert_eq!(operation.carried.len(), CARRIED + AGAIN);
@@ -355,8 +382,8 @@ mod tests {
     fn what_is_kept_is_bounded_whatever_is_lost() {
         let mut operation = operation();
         for step in 0..1000 {
-            operation.carry(&record(State::START, step, PRIMARY, 10));
-            operation.carry(&record(State::START, step, BACKUP, 11));
+            operation.carry(&record(State::START, step, PRIMARY, 10), true);
+            operation.carry(&record(State::START, step, BACKUP, 11), true);
         }
         assert_eq!(operation.carried.len(), CARRIED + AGAIN + ACTIVE_STEPS);
     }
@@ -364,8 +391,8 @@ mod tests {
     #[test]
     fn a_library_that_tells_of_the_end_alone_is_believed() {
         let mut operation = operation();
-        operation.carry(&record(State::START, 0, PRIMARY, 10));
-        operation.carry(&record(State::STOP, 0, BACKUP, 20));
+        operation.carry(&record(State::START, 0, PRIMARY, 10), true);
+        operation.carry(&record(State::STOP, 0, BACKUP, 20), true);
         let [carried] = operation.carried[..] else {
             panic!("{:?}", operation.carried)
         };

@@ -6,14 +6,19 @@ use ringsight_probes::sample::Process;
 use ringsight_records::{Description, Kind, Record, State, pages::CAPTURED, verdicts::GivenVerdict};
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use super::{Finished, Limits, group::Groups, operation::RankOperation};
+use super::{Finished, group::Groups, operation::RankOperation};
+use crate::limits::{InSecond, LeftOut, Limit, Limits};
 
 /// Operations whose records may still trickle in after they were settled.
 const SETTLED: usize = 8192;
 /// Plans whose launch times are remembered; a power of two.
 const PLANS: usize = 1024;
 /// Boxes kept for later operations.
-const SPARE: usize = 1024;
+const SPARE: usize = 256;
+/// Completed operations that are looked at for one watermark: those that wait for lost records do not make each watermark slower.
+const SETTLED_AT_ONCE: usize = 4096;
+/// How often operations whose completion was lost are looked for.
+const LOST_COMPLETIONS_NS: u64 = 20_000_000;
 
 /// Key of an operation in its process.
 fn key(op: u32, replay: u32) -> u64 {
@@ -33,12 +38,15 @@ struct PlanLaunch {
 pub struct Given {
     /// Records of operations that had been settled without them.
     pub late_records: u64,
-    /// Operations given up because too many were in flight.
-    pub evicted_operations: u64,
-    /// Groups given up because too many were open.
-    pub evicted_groups: u64,
     /// Operations begun before the process was watched, whose end was never seen: they may have ended before it, too.
     pub begun_before_attach: u64,
+}
+
+impl Given {
+    pub(super) fn add(&mut self, other: &Self) {
+        self.late_records += other.late_records;
+        self.begun_before_attach += other.begun_before_attach;
+    }
 }
 
 /// One watched process.
@@ -48,14 +56,15 @@ pub(super) struct Target {
     /// The first watermark: the process has been watched since before.
     watched_ns: Option<u64>,
     pub(super) given: Given,
+    pub(super) left_out: LeftOut,
     operations: FxHashMap<u64, Box<RankOperation>>,
     /// Keys in the order in which operations were first seen; may hold keys that are gone.
     order: VecDeque<u64>,
-    /// Completed, waiting for the rest of their records.
-    pending: Vec<u64>,
+    /// Completed, waiting for the rest of their records; may hold keys that are gone.
+    pending: VecDeque<u64>,
     captured: FxHashMap<u32, Box<Description>>,
     /// Graphs that were destroyed, and when: their last replays may not be settled yet.
-    destroyed: Vec<(u64, u32)>,
+    destroyed: FxHashMap<u32, u64>,
     groups: Groups,
     plans: Box<[PlanLaunch]>,
     settled: FxHashSet<u64>,
@@ -65,8 +74,15 @@ pub(super) struct Target {
         reason = "the boxes are what is kept: they move between tables without a copy"
     )]
     spare: Vec<Box<RankOperation>>,
+    /// What the operations hold that have not been dealt with, whoever has them: [`Limit::OperationParts`].
+    parts: usize,
+    /// Losses that touch operations, counted: what began before one may lack what was lost.
+    losses: u64,
     /// A completion may have been lost: look for operations that ended without one.
     completions_lost: bool,
+    /// When these were last looked for.
+    completions_ns: u64,
+    verdicts: InSecond,
     /// What is known of the verdict whose record comes next.
     pub(super) given_verdict: Option<Box<GivenVerdict>>,
 }
@@ -78,17 +94,22 @@ impl Target {
             watermark_ns: 0,
             watched_ns: None,
             given: Given::default(),
+            left_out: LeftOut::default(),
             operations: FxHashMap::default(),
             order: VecDeque::new(),
-            pending: Vec::new(),
+            pending: VecDeque::new(),
             captured: FxHashMap::default(),
-            destroyed: Vec::new(),
+            destroyed: FxHashMap::default(),
             groups: Groups::default(),
             plans: vec![PlanLaunch::default(); PLANS].into_boxed_slice(),
             settled: FxHashSet::default(),
             settled_order: VecDeque::new(),
             spare: Vec::new(),
+            parts: 0,
+            losses: 0,
             completions_lost: false,
+            completions_ns: 0,
+            verdicts: InSecond::default(),
             given_verdict: None,
         }
     }
@@ -99,6 +120,11 @@ impl Target {
         operations
             .filter(|operation| !self.is_left_over(operation))
             .count()
+    }
+
+    /// Operations that have not been handed out.
+    pub(super) fn held(&self) -> usize {
+        self.operations.len()
     }
 
     /// Those that have not ended.
@@ -136,14 +162,15 @@ impl Target {
             if self.settled.contains(&key) {
                 return None;
             }
-            if self.operations.len() >= limits.in_flight {
+            if self.operations.len() >= limits.operations.process {
                 self.evict_oldest(finished);
             }
             let mut new = self.spare.pop().unwrap_or_default();
             new.reset(self.process.pid, op, replay);
+            new.losses_before = self.losses;
             self.operations.insert(key, new);
             self.order.push_back(key);
-            if self.order.len() > 2 * limits.in_flight {
+            if self.order.len() > 2 * limits.operations.process {
                 self.order.retain(|key| self.operations.contains_key(key));
             }
         }
@@ -158,14 +185,14 @@ impl Target {
                 if let Some(mut operation) = self.remove(key) {
                     self.supplement(&mut operation);
                     if operation.completed {
-                        operation.complete = operation.is_whole() && !operation.tainted;
+                        operation.complete = operation.is_whole() && !self.is_tainted(&operation);
                         finished.push(Finished::Operation(operation));
                         return;
                     }
                     if self.is_left_over(&operation) {
                         self.given.begun_before_attach += 1;
                     } else {
-                        self.given.evicted_operations += 1;
+                        self.left_out.count(Limit::Operations);
                     }
                     self.recycle(operation);
                 }
@@ -188,10 +215,17 @@ impl Target {
     }
 
     /// Takes back the box of an operation that has been dealt with.
-    pub(super) fn recycle(&mut self, operation: Box<RankOperation>) {
+    pub(super) fn recycle(&mut self, mut operation: Box<RankOperation>) {
+        self.parts = self.parts.saturating_sub(operation.parts);
         if self.spare.len() < SPARE {
+            operation.shed();
             self.spare.push(operation);
         }
+    }
+
+    /// Whether something that may be an operation's was lost.
+    fn is_tainted(&self, operation: &RankOperation) -> bool {
+        operation.tainted || operation.losses_before != self.losses
     }
 
     pub(super) fn record(
@@ -202,7 +236,11 @@ impl Target {
         finished: &mut Vec<Finished>,
     ) {
         match kind {
-            Kind::Group | Kind::GroupApi => self.groups.record(self.process.pid, kind, record),
+            Kind::Group | Kind::GroupApi => {
+                let left_out = &mut self.left_out;
+                self.groups
+                    .record(self.process.pid, kind, record, limits, left_out);
+            }
             Kind::KernelLaunch => {
                 let plan = key(record.op, record.replay);
                 let slot = &mut self.plans[record.op as usize % PLANS];
@@ -220,7 +258,11 @@ impl Target {
             }
             Kind::Graph => {
                 if record.state != State::START {
-                    self.destroyed.push((record.time_ns, record.op));
+                    if self.destroyed.len() < limits.graphs || self.destroyed.contains_key(&record.op) {
+                        self.destroyed.insert(record.op, record.time_ns);
+                    } else {
+                        self.left_out.count(Limit::Graphs);
+                    }
                 }
             }
             // Communicators and failovers are taken elsewhere. `ProxyCtrl` is of no operation: sessions do not ask for it.
@@ -241,29 +283,61 @@ impl Target {
                     // The call at capture: nothing runs then.
                     return;
                 }
-                let given = match kind {
-                    Kind::Verdict => self.given_verdict.take(),
-                    _ => None,
-                };
-                let Some(operation) = self.operation(record.op, record.replay, limits, finished) else {
-                    return;
-                };
-                let (was_completed, verdicts) = (operation.completed, operation.verdicts.len());
-                operation.record(kind, record);
-                if let (Some(given), Some(verdict)) = (given, operation.verdicts.get_mut(verdicts))
-                    && (given.op, given.time_ns) == (record.op, verdict.time_ns)
-                {
-                    verdict.nic = given.nic();
-                }
-                let judged = (operation.verdicts.len() > verdicts).then(|| Box::new(operation.clone()));
-                if operation.completed && !was_completed {
-                    self.pending.push(key(record.op, record.replay));
-                }
-                if let Some(mut judged) = judged {
-                    self.supplement(&mut judged);
-                    finished.push(Finished::Judged(judged));
-                }
+                self.operation_record(kind, record, limits, finished);
             }
+        }
+    }
+
+    fn operation_record(
+        &mut self,
+        kind: Kind,
+        record: &Record,
+        limits: &Limits,
+        finished: &mut Vec<Finished>,
+    ) {
+        let mut given = None;
+        if kind == Kind::Verdict {
+            given = self.given_verdict.take();
+            // What to say of one takes as long as a thousand other records.
+            if !self.verdicts.has_room(self.watermark_ns, limits.verdicts) {
+                self.left_out.count(Limit::Verdicts);
+                return;
+            }
+        }
+        let has_room = self.parts < limits.operation_parts.process;
+        let Some(operation) = self.operation(record.op, record.replay, limits, finished) else {
+            return;
+        };
+        let (was_completed, parts) = (operation.completed, operation.parts);
+        let verdicts = operation.verdicts.len();
+        let left_out = operation.record(kind, record, has_room, limits);
+        if let (Some(given), Some(verdict)) = (given, operation.verdicts.get_mut(verdicts))
+            && (given.op, given.time_ns) == (record.op, verdict.time_ns)
+        {
+            verdict.nic = given.nic();
+        }
+        let judged = (operation.verdicts.len() > verdicts).then(|| operation.judged());
+        let (is_completed, held) = (operation.completed && !was_completed, operation.parts);
+        if held != parts {
+            self.parts = (self.parts + held).saturating_sub(parts);
+        }
+        if let Some(limit) = left_out {
+            self.left_out.count(limit);
+        }
+        if is_completed {
+            self.pending.push_back(key(record.op, record.replay));
+            // Keys of operations that were handed out early do not add up until the next watermark.
+            if self.pending.len() > 2 * limits.operations.process {
+                self.pending.retain(|key| {
+                    self.operations
+                        .get(key)
+                        .is_some_and(|operation| operation.completed)
+                });
+            }
+        }
+        if let Some(mut judged) = judged {
+            self.supplement(&mut judged);
+            finished.push(Finished::Judged(judged));
         }
     }
 
@@ -274,8 +348,11 @@ impl Target {
         finished: &mut Vec<Finished>,
     ) {
         if description.op & CAPTURED != 0 {
-            if self.captured.len() < limits.in_flight || self.captured.contains_key(&description.op) {
+            if self.captured.len() < limits.captured_operations || self.captured.contains_key(&description.op)
+            {
                 self.captured.insert(description.op, description);
+            } else {
+                self.left_out.count(Limit::CapturedOperations);
             }
             return;
         }
@@ -286,7 +363,7 @@ impl Target {
         let first = operation.description.is_none().then_some(*description);
         operation.describe(description);
         if let Some(first) = first {
-            self.groups.describe(pid, &first);
+            self.groups.describe(pid, &first, limits, &mut self.left_out);
         }
     }
 
@@ -301,11 +378,7 @@ impl Target {
             Some(Kind::Group | Kind::GroupApi | Kind::Graph | Kind::Coll | Kind::P2p) => false,
             Some(_) => true,
         };
-        if touches {
-            for operation in self.operations.values_mut() {
-                operation.tainted = true;
-            }
-        }
+        self.losses += u64::from(touches);
         self.completions_lost |= kind == Some(Kind::OpCompleted);
     }
 
@@ -341,60 +414,63 @@ impl Target {
     /// All that happened before `time_ns` has been taken in: hands out what is over.
     pub(super) fn watermark(&mut self, time_ns: u64, limits: &Limits, finished: &mut Vec<Finished>) {
         self.watched_ns.get_or_insert(time_ns);
-        self.settle(time_ns, limits, finished);
+        self.settle(time_ns, SETTLED_AT_ONCE, limits, finished);
     }
 
-    /// Hands out what is over by `watermark_ns`.
-    fn settle(&mut self, watermark_ns: u64, limits: &Limits, finished: &mut Vec<Finished>) {
+    /// Hands out what is over by `watermark_ns`, of `most` completed operations.
+    fn settle(&mut self, watermark_ns: u64, most: usize, limits: &Limits, finished: &mut Vec<Finished>) {
         self.watermark_ns = self.watermark_ns.max(watermark_ns);
         let now = self.watermark_ns;
-        if self.completions_lost {
+        if self.completions_lost && now.saturating_sub(self.completions_ns) >= LOST_COMPLETIONS_NS {
+            self.completions_ns = now;
             self.complete_from_channels(now, limits);
         }
-        let mut pending = std::mem::take(&mut self.pending);
-        pending.retain(|key| {
+        for _ in 0..self.pending.len().min(most) {
+            let Some(key) = self.pending.pop_front() else {
+                break;
+            };
             // One that was handed out early, and may have come to be known anew by a record that was late.
             if !self
                 .operations
-                .get(key)
+                .get(&key)
                 .is_some_and(|operation| operation.completed)
             {
-                return false;
+                continue;
             }
-            let Some(mut operation) = self.operations.remove(key) else {
-                return false;
+            let Some(mut operation) = self.operations.remove(&key) else {
+                continue;
             };
             self.supplement(&mut operation);
             let whole = operation.is_whole() && now >= operation.latest_ns();
             let over = whole || now >= operation.latest_ns().saturating_add(limits.linger_ns);
             // Back in, so that `remove` below does all that belongs to a removal.
-            self.operations.insert(*key, operation);
-            if over && let Some(mut operation) = self.remove(*key) {
-                operation.complete = whole && !operation.tainted;
+            self.operations.insert(key, operation);
+            if !over {
+                self.pending.push_back(key);
+            } else if let Some(mut operation) = self.remove(key) {
+                operation.complete = whole && !self.is_tainted(&operation);
                 finished.push(Finished::Operation(operation));
             }
-            !over
-        });
-        self.pending = pending;
+        }
         self.groups.settle(now, limits.linger_ns, &mut |group| {
             finished.push(Finished::Group(Box::new(group)));
         });
-        self.given.evicted_groups = self.groups.evicted;
-        let captured = &mut self.captured;
-        self.destroyed.retain(|(destroyed_ns, graph)| {
-            let past = now >= destroyed_ns.saturating_add(limits.linger_ns);
-            if past {
-                captured.retain(|_, description| description.graph != *graph);
-            }
-            !past
-        });
+        let is_past = |destroyed_ns: &u64| now >= destroyed_ns.saturating_add(limits.linger_ns);
+        if self.destroyed.values().any(is_past) {
+            // One pass, however many were destroyed.
+            let destroyed = &self.destroyed;
+            self.captured
+                .retain(|_, description| !destroyed.get(&description.graph).is_some_and(is_past));
+            self.destroyed.retain(|_, destroyed_ns| !is_past(destroyed_ns));
+        }
     }
 
     /// Completes operations whose completion was lost and whose every channel is known to have finished.
     fn complete_from_channels(&mut self, now: u64, limits: &Limits) {
         let mut waiting = false;
+        let losses = self.losses;
         for (key, operation) in &mut self.operations {
-            if operation.completed || !operation.tainted {
+            if operation.completed || !(operation.tainted || operation.losses_before != losses) {
                 continue;
             }
             let channels = operation
@@ -419,7 +495,7 @@ impl Target {
             if all && now >= operation.latest_ns().saturating_add(limits.linger_ns) {
                 operation.completed = true;
                 operation.device = (if start == 0 { stop } else { start }, stop);
-                self.pending.push(*key);
+                self.pending.push_back(*key);
             } else {
                 waiting = true;
             }
@@ -429,7 +505,7 @@ impl Target {
 
     /// Hands out everything: what has completed as an operation, the rest as unfinished. `ended` is whether that will stay so.
     pub(super) fn flush(&mut self, ended: bool, limits: &Limits, finished: &mut Vec<Finished>) {
-        self.settle(u64::MAX, limits, finished);
+        self.settle(u64::MAX, usize::MAX, limits, finished);
         for key in std::mem::take(&mut self.order) {
             if let Some(mut operation) = self.operations.remove(&key) {
                 if self.is_left_over(&operation) {

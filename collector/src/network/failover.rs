@@ -9,6 +9,7 @@ mod spans;
 
 use std::{
     collections::{BTreeMap, BTreeSet, btree_map::Entry},
+    ops::RangeInclusive,
     sync::Arc,
 };
 
@@ -22,10 +23,11 @@ use self::{
     spans::{failover_log, failover_span},
 };
 use super::{Network, Output, ports::Ports};
-use crate::correlate::communicators::{Communicators, Watched};
+use crate::{
+    correlate::communicators::{Communicators, Owner, Watched},
+    limits::Limit,
+};
 
-/// Failovers that are under way at once; connections are few.
-const UNDER_WAY: usize = 16_384;
 /// Operations kept of one.
 const DELAYED: usize = 64;
 /// After its recovery a failover waits this long for the first path to come back, then it is sent without.
@@ -49,6 +51,29 @@ struct Connection {
 }
 
 impl Connection {
+    /// Before all of a process, or of a rank's communicator in it, and the last of them.
+    fn all_of(pid: u32, rank: Option<(u64, u32)>) -> RangeInclusive<Self> {
+        let first = Self {
+            pid,
+            comm: rank.map_or(0, |(comm, _)| comm),
+            rank: rank.map_or(0, |(_, rank)| rank),
+            peer: i32::MIN,
+            channel: 0,
+            send: false,
+            p2p: false,
+        };
+        let last = Self {
+            pid,
+            comm: rank.map_or(u64::MAX, |(comm, _)| comm),
+            rank: rank.map_or(u32::MAX, |(_, rank)| rank),
+            peer: i32::MAX,
+            channel: u8::MAX,
+            send: true,
+            p2p: true,
+        };
+        first..=last
+    }
+
     /// Its rank's.
     fn resource(&self, watched: &Watched, communicators: &Communicators) -> Arc<Resource> {
         let member = communicators
@@ -150,25 +175,30 @@ impl Network {
             p2p: record.flags().contains(Flags::P2P),
         };
         let port = self.port_of(pid, &change, output.communicators);
-        let failovers = &mut self.failovers;
-        let mut is_known = failovers.under_way.contains_key(&connection);
+        let mut is_known = self.failovers.under_way.contains_key(&connection);
         // A path that was not in use is good again: nothing was delayed.
         if record.state == State::PATH_RESTORED && !is_known {
             return None;
         }
         // What breaks on the way back, after the rest was sent, is another failover.
         if record.state == State::START
-            && let Entry::Occupied(entry) = failovers.under_way.entry(connection)
+            && let Entry::Occupied(entry) = self.failovers.under_way.entry(connection)
             && entry.get().back_ns.is_some()
         {
             let back = entry.remove();
-            failovers.send(&connection, &back, output);
+            self.failovers.send(&connection, &back, output);
+            self.gone(pid, |held| &mut held.failovers);
             is_known = false;
         }
-        if failovers.under_way.len() >= UNDER_WAY && !is_known {
+        let most = output.limits.failovers.process;
+        if !is_known && !self.has_room(pid, Limit::Failovers, |held| &mut held.failovers, most) {
             return None;
         }
-        let sent = failovers.sent.remove(&connection).filter(|_| {
+        let is_told = moment.is_told_at_once() && self.has_room_to_tell(pid, output);
+        let failovers = &mut self.failovers;
+        let sent = failovers.sent.remove(&connection);
+        let was_sent = sent.is_some();
+        let sent = sent.filter(|_| {
             let is_back = change.cause == Some(PathCause::Failback);
             record.state == State::PATH_SWITCHED && is_back
         });
@@ -226,27 +256,33 @@ impl Network {
         {
             incident.note(moment, connection);
         }
-        failover_log(&connection, place, &moment, output);
+        if is_told {
+            failover_log(&connection, place, &moment, output);
+        }
         match record.state {
             // It broke once more.
             State::START => failover.recovered_ns = None,
             State::PATH_SWITCHED => {
-                failover.switches += 1;
+                failover.switches = failover.switches.saturating_add(1);
                 failover.replayed = failover.replayed.saturating_add(record.bytes);
                 let count = failovers
                     .counts
                     .entry((pid, cause_name(change.cause)))
                     .or_default();
-                count.0 += 1;
+                count.0 = count.0.saturating_add(1);
                 count.1 = count.1.saturating_add(record.bytes);
             }
             State::PATH_RECOVERED => failover.recovered_ns = Some(record.time_ns),
             State::STOP | State::ABORTED => {
                 if let Some(failover) = failovers.under_way.remove(&connection) {
                     failovers.send(&connection, &failover, output);
+                    self.gone(pid, |held| &mut held.failovers);
                 }
             }
             _ => {}
+        }
+        if was_sent {
+            self.gone(pid, |held| &mut held.failovers);
         }
         delays.then(|| (place.trace_id, place.root()))
     }
@@ -263,7 +299,7 @@ impl Network {
             .filter(|incident| incident.age_ns(now_ns) > OLD_NS)
             .map(Incident::trace_id)
             .collect();
-        let sent = self.send_failovers(output, |_, failover| {
+        let is_due = |failover: &Failover| {
             if failover.back_ns.is_none() && old.contains(&failover.place.trace_id) {
                 return true;
             }
@@ -272,64 +308,80 @@ impl Network {
                 None => (failover.last_ns, SILENT_NS),
             };
             now_ns.saturating_sub(since_ns) > most_ns
-        });
-        let room = UNDER_WAY.saturating_sub(self.failovers.sent.len());
-        self.failovers.sent.extend(sent.into_iter().take(room));
+        };
+        let under_way = self.failovers.under_way.iter();
+        let due = under_way.filter(|(_, failover)| is_due(failover));
+        let due: Vec<Connection> = due.map(|(connection, _)| *connection).collect();
+        for connection in due {
+            if let Some(Failover {
+                begun_ns,
+                place,
+                left,
+                ..
+            }) = self.send_failover(&connection, output)
+            {
+                let sent = Sent {
+                    begun_ns,
+                    place,
+                    left,
+                };
+                // What is sent stays known as long as its process has room for it.
+                let most = output.limits.failovers.process;
+                if self.failovers.sent.contains_key(&connection)
+                    || self.has_room(connection.pid, Limit::Failovers, |held| &mut held.failovers, most)
+                {
+                    self.failovers.sent.insert(connection, sent);
+                }
+            }
+        }
     }
 
     /// Sends those of a rank's communicator, which has ended: nothing more will be heard of them.
     pub(crate) fn end_failovers_of(&mut self, (pid, comm, rank): (u32, u64, u32), output: &mut Output<'_>) {
-        let is_of =
-            |connection: &Connection| (connection.pid, connection.comm, connection.rank) == (pid, comm, rank);
-        if !self.failovers.under_way.is_empty() {
-            self.send_failovers(output, |connection, _| is_of(connection));
-        }
-        self.failovers.sent.retain(|connection, _| !is_of(connection));
+        self.end_failovers_in(&Connection::all_of(pid, Some((comm, rank))), output);
     }
 
     /// Sends those of a process, or all.
     pub(super) fn end_failovers(&mut self, pid: Option<u32>, output: &mut Output<'_>) {
-        self.send_failovers(output, |connection, _| {
-            pid.is_none_or(|pid| pid == connection.pid)
-        });
-        self.failovers
-            .sent
-            .retain(|connection, _| pid.is_some_and(|pid| pid != connection.pid));
+        let first = *Connection::all_of(pid.unwrap_or(0), None).start();
+        let last = *Connection::all_of(pid.unwrap_or(u32::MAX), None).end();
+        self.end_failovers_in(&(first..=last), output);
         if let Some(pid) = pid {
             self.failovers.counts.retain(|(of, _), _| *of != pid);
         }
     }
 
-    /// Sends some, and says which.
-    fn send_failovers(
-        &mut self,
-        output: &mut Output<'_>,
-        which: impl Fn(&Connection, &Failover) -> bool,
-    ) -> Vec<(Connection, Sent)> {
-        let mut sent = Vec::new();
-        let under_way = std::mem::take(&mut self.failovers.under_way);
-        for (connection, failover) in under_way {
-            if which(&connection, &failover) {
-                self.failovers.send(&connection, &failover, output);
-                let Failover {
-                    begun_ns,
-                    place,
-                    left,
-                    ..
-                } = failover;
-                sent.push((
-                    connection,
-                    Sent {
-                        begun_ns,
-                        place,
-                        left,
-                    },
-                ));
-            } else {
-                self.failovers.under_way.insert(connection, failover);
-            }
+    /// Sends those of some connections, of which nothing more will be heard.
+    fn end_failovers_in(&mut self, which: &RangeInclusive<Connection>, output: &mut Output<'_>) {
+        let keys = |(connection, _): (&Connection, _)| *connection;
+        let under_way: Vec<Connection> = self.failovers.under_way.range(which.clone()).map(keys).collect();
+        for connection in under_way {
+            let _ = self.send_failover(&connection, output);
         }
-        sent
+        let keys = |(connection, _): (&Connection, _)| *connection;
+        let sent: Vec<Connection> = self.failovers.sent.range(which.clone()).map(keys).collect();
+        for connection in sent {
+            self.failovers.sent.remove(&connection);
+            self.gone(connection.pid, |held| &mut held.failovers);
+        }
+    }
+
+    /// Sends one, which is no longer under way.
+    fn send_failover(&mut self, connection: &Connection, output: &mut Output<'_>) -> Option<Failover> {
+        let failover = self.failovers.under_way.remove(connection)?;
+        self.failovers.send(connection, &failover, output);
+        self.gone(connection.pid, |held| &mut held.failovers);
+        Some(failover)
+    }
+
+    /// Whether one more log record of a process goes out now.
+    fn has_room_to_tell(&mut self, pid: u32, output: &Output<'_>) -> bool {
+        let logs = &mut self.held.entry(pid).or_default().logs;
+        let has = logs.has_room(output.now_ns, output.limits.log_records);
+        if !has {
+            self.left_out.count(Limit::LogRecords);
+        }
+        has
     }
 
     /// Metrics of failovers.
@@ -408,8 +460,8 @@ impl Failovers {
     }
 
     fn of_device(&mut self, device: &Arc<str>) -> impl Iterator<Item = &mut Incident> {
-        let port = |number| Left::Device(Arc::clone(device), number);
-        let all = port(None)..=port(Some(u32::MAX));
+        let port = |number, owner| Left::Device(Arc::clone(device), number, owner);
+        let all = port(None, None)..=port(Some(u32::MAX), Some(Owner::LAST));
         self.incidents.range_mut(all).map(|(_, incident)| incident)
     }
 }

@@ -16,10 +16,14 @@ use ringsight_probes::network::{NetworkEvent, NetworkSample, VerbsEvent};
 use ringsight_records::{PathChange, Record};
 use rustc_hash::FxHashMap;
 
-use crate::{clock::Clock, correlate::communicators::Communicators, identity::Scope, spans::SpanCounts};
+use crate::{
+    clock::Clock,
+    correlate::communicators::Communicators,
+    identity::Scope,
+    limits::{InSecond, LeftOut, Limit, Limits},
+    spans::SpanCounts,
+};
 
-/// Queue pairs, and registrations, that are known at once.
-const KNOWN: usize = 65_536;
 /// Moments kept of one queue pair; what comes then is counted, and left out.
 const MOMENTS: usize = 128;
 /// Different things that are counted: events by device and port, refused commands by what they say.
@@ -71,8 +75,19 @@ pub(crate) struct Output<'a> {
     pub(crate) communicators: &'a Communicators,
     pub(crate) clock: &'a Clock,
     pub(crate) counts: &'a mut SpanCounts,
+    pub(crate) limits: &'a Limits,
+    pub(crate) now_ns: u64,
     pub(crate) spans: &'a mut Vec<Span>,
     pub(crate) logs: &'a mut Vec<LogRecord>,
+}
+
+/// How much is known of one process.
+#[derive(Debug, Default)]
+struct Held {
+    queue_pairs: usize,
+    registrations: usize,
+    failovers: usize,
+    logs: InSecond,
 }
 
 /// What is known of the kernel's RDMA stack.
@@ -89,6 +104,8 @@ pub(crate) struct Network {
     refused: BTreeMap<Refusal, u64>,
     lost: u64,
     failovers: failover::Failovers,
+    held: FxHashMap<u32, Held>,
+    left_out: LeftOut,
 }
 
 impl Network {
@@ -103,6 +120,31 @@ impl Network {
             refused: BTreeMap::new(),
             lost: 0,
             failovers: failover::Failovers::default(),
+            held: FxHashMap::default(),
+            left_out: LeftOut::default(),
+        }
+    }
+
+    /// What was left out so far.
+    pub(crate) fn left_out(&self) -> &LeftOut {
+        &self.left_out
+    }
+
+    /// Counts one more of what a process may have `most` of, if there is room.
+    fn has_room(&mut self, pid: u32, limit: Limit, of: fn(&mut Held) -> &mut usize, most: usize) -> bool {
+        let held = of(self.held.entry(pid).or_default());
+        let has = *held < most;
+        *held += usize::from(has);
+        if !has {
+            self.left_out.count(limit);
+        }
+        has
+    }
+
+    /// Counts one fewer.
+    fn gone(&mut self, pid: u32, of: fn(&mut Held) -> &mut usize) {
+        if let Some(held) = self.held.get_mut(&pid) {
+            *of(held) = of(held).saturating_sub(1);
         }
     }
 
@@ -145,6 +187,7 @@ impl Network {
             }
             NetworkEvent::QpDestroyed { qpn } => {
                 if let Some(known) = self.queue_pairs.remove(&(device, qpn)) {
+                    self.gone(known.pid, |held| &mut held.queue_pairs);
                     spans::queue_pair(&known, sample.time_ns, output);
                 }
             }
@@ -154,15 +197,20 @@ impl Network {
                 self.moment(sample, &device, qpn, output);
             }
             NetworkEvent::MrRegistered { lkey, length, .. } if sample.result == 0 => {
-                if let Some(pid) = sample.pid
-                    && self.registered.len() < KNOWN
+                let Some(pid) = sample.pid else { return };
+                let key = (pid, device, lkey);
+                let most = output.limits.registrations.process;
+                if self.registered.contains_key(&key)
+                    || self.has_room(pid, Limit::Registrations, |held| &mut held.registrations, most)
                 {
-                    self.registered.insert((pid, device, lkey), length);
+                    self.registered.insert(key, length);
                 }
             }
             NetworkEvent::MrDeregistered { lkey, .. } => {
-                if let Some(pid) = sample.pid {
-                    self.registered.remove(&(pid, device, lkey));
+                if let Some(pid) = sample.pid
+                    && self.registered.remove(&(pid, device, lkey)).is_some()
+                {
+                    self.gone(pid, |held| &mut held.registrations);
                 }
             }
             NetworkEvent::Device { event, port } => self.device_event(sample, &device, event, port, output),
@@ -244,7 +292,13 @@ impl Network {
         output: &mut Output<'_>,
     ) {
         let Some(pid) = sample.pid else { return };
-        if self.queue_pairs.len() >= KNOWN {
+        // A number that is used again, whose end was not seen.
+        if let Some(old) = self.queue_pairs.remove(&(Arc::clone(device), number)) {
+            self.gone(old.pid, |held| &mut held.queue_pairs);
+            spans::queue_pair(&old, sample.time_ns, output);
+        }
+        let most = output.limits.queue_pairs.process;
+        if !self.has_room(pid, Limit::QueuePairs, |held| &mut held.queue_pairs, most) {
             return;
         }
         let fresh = QueuePair {
@@ -260,10 +314,7 @@ impl Network {
             left_out: 0,
             failed: None,
         };
-        // A number that is used again, whose end was not seen.
-        if let Some(old) = self.queue_pairs.insert((Arc::clone(device), number), fresh) {
-            spans::queue_pair(&old, sample.time_ns, output);
-        }
+        self.queue_pairs.insert((Arc::clone(device), number), fresh);
     }
 
     /// Something happened to a queue pair; what failed is told at once, its whole life at its end.
@@ -330,6 +381,7 @@ impl Network {
         for (_, known) in over {
             spans::queue_pair(&known, now_ns.max(known.begun_ns), output);
         }
+        self.held.remove(&pid);
     }
 
     /// Lets go of everything: ports that are still down are reported as such.
@@ -342,6 +394,7 @@ impl Network {
             spans::port_down(&self.resource, &device, port, (since_ns, None), failover, output);
         }
         self.registered.clear();
+        self.held.clear();
     }
 }
 

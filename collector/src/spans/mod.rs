@@ -73,7 +73,7 @@ pub struct SpanMaker {
     lag_threshold_ns: u64,
     fallback: Arc<Resource>,
     counts: SpanCounts,
-    scratch: Vec<u64>,
+    in_order: lag::Arrivals,
     arrivals: Vec<(u32, u64)>,
     /// Instances whose roots were sent though the parts that stand for the whole had not come.
     stood_in: VecDeque<InstanceKey>,
@@ -128,7 +128,7 @@ impl SpanMaker {
             lag_threshold_ns,
             fallback: Arc::new(crate::resource::of_collector()),
             counts: SpanCounts::default(),
-            scratch: Vec::new(),
+            in_order: lag::Arrivals::default(),
             arrivals: Vec::new(),
             stood_in: VecDeque::new(),
         }
@@ -200,16 +200,15 @@ impl SpanMaker {
         let root_id = SpanKey::of(Role::Root).span_id(&trace_id);
         let communicator = communicators.get(instance.key.comm);
         // The lag of a part is against the other parts' arrivals; `judge` left those in `self.arrivals`.
-        let starts: Vec<u64> = self.arrivals.iter().map(|(_, arrival)| *arrival).collect();
-        let synchronises = starts.len() > 1 && summary.function.is_some_and(Function::synchronises);
+        let synchronises = self.arrivals.len() > 1 && summary.function.is_some_and(Function::synchronises);
+        if synchronises {
+            self.in_order
+                .set(self.arrivals.iter().map(|(_, arrival)| *arrival));
+        }
         let mut union = Range::EMPTY;
-        let mut arrival = 0;
         for part in &instance.parts {
-            let mut lag_ns = None;
-            if part.device.0 != 0 {
-                lag_ns = synchronises.then(|| lag::lag_of(&starts, arrival, &mut self.scratch));
-                arrival += 1;
-            }
+            let has_lag = synchronises && part.device.0 != 0;
+            let lag_ns = has_lag.then(|| self.in_order.lag_of(part.device.0));
             let ids = rank::Ids {
                 trace_id,
                 root_id,
@@ -390,7 +389,7 @@ fn resource_of(
 fn stand_in(instance: &Instance, communicator: &Communicator) -> Option<(u32, Arc<Resource>)> {
     let failed = |part: &RankOperation| verdict::error(part).is_some();
     let (rank, _) = instance.key.root();
-    let member = communicator.members.iter().find(|member| member.rank == rank)?;
+    let member = communicator.of_rank(rank)?;
     instance
         .parts
         .iter()

@@ -354,7 +354,8 @@ impl Part<'_> {
     fn awaited_link(&self, ids: &Ids<'_>, rank: u32, instead: Option<Whereabouts>) -> SpanLink {
         let part = self.part;
         let failed = part.aborted || part.cut_ns != 0;
-        let came = self.parts.iter().any(|other| other.rank == rank);
+        // Parts are in the order of their ranks.
+        let came = self.parts.binary_search_by_key(&rank, |other| other.rank).is_ok();
         match instead {
             Some(instead) if failed && !came => instead_link(&instead, ids.scope),
             _ => awaited_link(ids.trace_id, rank, part.direction()),

@@ -25,6 +25,10 @@ pub(super) struct Target {
     pub(super) probed: Option<(u64, u64)>,
     pub(super) reported: Tally,
     pub(super) watched: Watched,
+    /// When its end was seen.
+    pub(super) ended_ns: Option<u64>,
+    /// Up to when everything of it has been handed on.
+    pub(super) through_ns: u64,
 }
 
 impl Target {

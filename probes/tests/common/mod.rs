@@ -177,11 +177,15 @@ pub(crate) fn poll_until(
     }
 }
 
-/// One poll after the target has come to rest: everything is there.
+/// All that there is, after the target has come to rest.
 pub(crate) fn poll(session: &mut Session) -> Vec<Sample> {
     let mut samples = Vec::new();
-    session.poll(&mut samples).expect("no problem");
-    samples
+    loop {
+        session.poll(&mut samples).expect("no problem");
+        if !session.is_behind() {
+            return samples;
+        }
+    }
 }
 
 /// Records of a process that came through probes. (`fixture_probe` hits one whatever the ring takes.)

@@ -17,6 +17,11 @@ fn operation() -> RankOperation {
     operation
 }
 
+/// Takes in a record that has room.
+fn take(operation: &mut RankOperation, kind: Kind, record: &Record) {
+    assert_eq!(operation.record(kind, record, true, &Limits::default()), None);
+}
+
 #[test]
 fn steps_add_up_by_state() {
     let mut operation = operation();
@@ -30,7 +35,7 @@ fn steps_add_up_by_state() {
         step(State::STOP, 0, 25),
         step(State::STOP, 1, 40),
     ] {
-        operation.record(Kind::ProxyStep, &record);
+        take(&mut operation, Kind::ProxyStep, &record);
     }
     let proxy = &operation.proxies[0];
     assert_eq!(
@@ -66,11 +71,15 @@ fn steps_add_up_by_state() {
 #[test]
 fn steps_without_a_beginning_or_beyond_the_limit_are_counted() {
     let mut operation = operation();
-    operation.record(Kind::ProxyStep, &step(State::STEP_SEND_WAIT, 9, 5));
-    operation.record(Kind::ProxyStep, &step(State::STOP, 9, 6));
+    take(
+        &mut operation,
+        Kind::ProxyStep,
+        &step(State::STEP_SEND_WAIT, 9, 5),
+    );
+    take(&mut operation, Kind::ProxyStep, &step(State::STOP, 9, 6));
     assert_eq!(operation.proxies[0].steps_missed, 1);
     for i in 0..=ACTIVE_STEPS as u64 {
-        operation.record(Kind::ProxyStep, &step(State::START, i, 10 + i));
+        take(&mut operation, Kind::ProxyStep, &step(State::START, i, 10 + i));
     }
     assert_eq!(operation.proxies[0].steps_missed, 2);
     assert!(!operation.proxies[0].is_whole());
@@ -84,8 +93,8 @@ fn equal_proxy_operations_are_told_apart_by_index() {
         ..Record::new(Kind::ProxyOp, state, time)
     };
     for time in [10, 20] {
-        operation.record(Kind::ProxyOp, &record(State::START, time));
-        operation.record(Kind::ProxyOp, &record(State::STOP, time + 5));
+        take(&mut operation, Kind::ProxyOp, &record(State::START, time));
+        take(&mut operation, Kind::ProxyOp, &record(State::STOP, time + 5));
     }
     let times: Vec<_> = operation
         .proxies
@@ -136,4 +145,33 @@ fn both_ends_of_a_message_are_one_instance() {
     };
     assert_eq!(end(Function::Send, 1, 3), end(Function::Recv, 3, 1));
     assert_ne!(end(Function::Send, 1, 3), end(Function::Send, 3, 1));
+}
+
+#[test]
+fn of_many_proxy_operations_each_is_found() {
+    let mut operation = operation();
+    let record = |n: u32, state, time| Record {
+        peer: (n / 2).cast_signed(),
+        channel: 3,
+        ..Record::new(Kind::ProxyOp, state, time)
+    };
+    // Two of each connection, more than are looked through.
+    let all = 5 * FEW_PROXIES as u32;
+    for n in 0..all {
+        take(&mut operation, Kind::ProxyOp, &record(n, State::START, 10));
+        take(
+            &mut operation,
+            Kind::ProxyOp,
+            &record(n, State::STOP, u64::from(20 + n)),
+        );
+    }
+    // To the last one of a connection.
+    take(&mut operation, Kind::ProxyOp, &record(0, State::STOP, 1000));
+    let found: Vec<_> = operation
+        .proxies
+        .iter()
+        .map(|proxy| (proxy.index, proxy.stop_ns))
+        .collect();
+    let expected = (0..all).map(|n| (n % 2, if n == 1 { 1000 } else { u64::from(20 + n) }));
+    assert_eq!(found, expected.collect::<Vec<_>>());
 }

@@ -12,7 +12,7 @@ use super::{
     spans::{delayed_link, moment_attributes, moment_name},
 };
 use crate::{
-    correlate::communicators::Communicators,
+    correlate::communicators::{Communicators, Owner},
     identity::{InstanceKey, Role, TraceKind},
     network::{
         Output,
@@ -32,8 +32,9 @@ const OUTAGES: usize = 16;
 /// What connections left.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Left {
-    /// A network device's port, of all processes of the host, by its number if that is known.
-    Device(Arc<str>, Option<u32>),
+    /// A network device's port, of all processes of one owner, by its number if that is known. Processes say the device themselves:
+    /// one owner's do not enter another's failure.
+    Device(Arc<str>, Option<u32>, Option<Owner>),
     /// A process's port by its number, of which it has not said what it is.
     Port(u32, Option<u8>),
 }
@@ -59,7 +60,8 @@ impl Left {
         communicators
             .network_device(pid, change.port, change.number)
             .map_or(Self::Port(pid, change.port), |device| {
-                Self::Device(Arc::clone(device), number)
+                let owner = communicators.process(pid).map(|watched| watched.owner);
+                Self::Device(Arc::clone(device), number, owner)
             })
     }
 }
@@ -105,7 +107,7 @@ impl Incident {
     ) -> Self {
         let watched = output.communicators.process(pid);
         let (comm, number) = match left {
-            Left::Device(device, number) => (device_identity(device), number.unwrap_or(0)),
+            Left::Device(device, number, _) => (device_identity(device), number.unwrap_or(0)),
             Left::Port(_, port) => (
                 watched.map_or(0, |watched| watched.identity),
                 port.map_or(0, |port| u32::from(port) + 1),
@@ -138,7 +140,7 @@ impl Incident {
             port,
             outages: Vec::new(),
         };
-        if let Left::Device(device, _) = left {
+        if let Left::Device(device, ..) = left {
             let mut outages = ports.about(device, begun_ns);
             // Which port of the device, where nothing else tells: the one that went down last.
             let last = outages.iter().max_by_key(|outage| outage.since_ns);
@@ -171,8 +173,8 @@ impl Incident {
     pub(super) fn join(&mut self, port: Option<u32>) -> Place {
         self.port = self.port.or(port);
         let index = self.joined;
-        self.joined += 1;
-        self.under_way += 1;
+        self.joined = self.joined.wrapping_add(1);
+        self.under_way = self.under_way.saturating_add(1);
         Place {
             trace_id: self.trace_id,
             index,
@@ -284,7 +286,7 @@ impl Incident {
         let mut links = self.delayed;
         let mut events = Vec::new();
         match left {
-            Left::Device(device, _) => {
+            Left::Device(device, ..) => {
                 attributes.push(("rdma.device.name", Value::Text(Arc::clone(device))));
                 let number = self.port.map(|port| Value::Int(i64::from(port)));
                 attributes.extend(number.map(|number| ("rdma.port.number", number)));
@@ -299,7 +301,7 @@ impl Incident {
             .filter(|since_ns| since_ns.saturating_add(NOTICED_NS) >= self.first_ns)
             .map_or(self.first_ns, |since_ns| since_ns.min(self.first_ns));
         let mut end_ns = self.last_ns;
-        if let Left::Device(device, _) = left {
+        if let Left::Device(device, ..) = left {
             for outage in &self.outages {
                 let (trace_id, span_id) = port_down_ids(output, device, outage.port, outage.since_ns);
                 links.push(link(trace_id, span_id, "port_down"));

@@ -18,6 +18,16 @@ pub(super) struct Moment {
 }
 
 impl Moment {
+    /// Whether somebody should know of it when it happens: a change of the path that is not the way back, which is how it ends, and
+    /// the end of all paths.
+    pub(super) fn is_told_at_once(&self) -> bool {
+        match self.state {
+            State::PATH_SWITCHED => self.change.cause != Some(PathCause::Failback),
+            State::ABORTED => true,
+            _ => false,
+        }
+    }
+
     /// That a connection returns is another thing than that it leaves.
     fn kind(&self) -> (u8, bool) {
         (self.state.0, self.change.cause == Some(PathCause::Failback))
