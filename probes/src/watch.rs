@@ -1,7 +1,7 @@
 //! One watched process: its pages, and the samples made of its raw events.
 
 use ringsight_records::{
-    Kind, Record, VERSION,
+    Flags, Kind, Record, State, VERSION,
     connection::ConnectionSlot,
     pages::{CommSlot, Holder, Pages, Reader},
     probed::{ProbedCall, site_of},
@@ -86,6 +86,8 @@ pub(crate) struct Watched {
     held_until: u64,
     /// Verdicts that may still be looked up for records of the probes, until the next drain.
     probed_verdicts: usize,
+    /// The verdicts that stood in the pages when the watch began were handed on.
+    adopted: bool,
 }
 
 /// The beginning of a watch: what the ring held by then is still being read.
@@ -123,6 +125,7 @@ impl Watched {
             held: Vec::new(),
             held_until: 0,
             probed_verdicts: VERDICTS_A_POLL,
+            adopted: false,
         };
         if let Some((pages, base)) = pages {
             watched.begin(pages, base, now_ns);
@@ -396,7 +399,11 @@ impl Watched {
     pub(crate) fn communicators(&mut self, samples: &mut Vec<Sample>) {
         if let Some(pages) = &mut self.pages {
             let mut seen = std::mem::take(&mut pages.seen);
-            announce(self.pid, &pages.view(), &mut seen, samples);
+            let view = pages.view();
+            announce(self.pid, &view, &mut seen, samples);
+            if !std::mem::replace(&mut self.adopted, true) {
+                open_verdicts(self.pid, &view, samples);
+            }
             pages.seen = seen;
         }
     }
@@ -526,6 +533,61 @@ fn deliver(
         carrier,
         record,
     });
+}
+
+/// Hands on the last verdict on each operation that is still in progress, with the operation's description: a watchdog that gave it before
+/// this process was watched does not repeat it.
+fn open_verdicts(pid: u32, pages: &Pages<'_>, samples: &mut Vec<Sample>) {
+    let mut open: Vec<GivenVerdict> = Vec::new();
+    for given in pages.verdicts() {
+        match open
+            .iter_mut()
+            .find(|known| (known.op, known.replay) == (given.op, given.replay))
+        {
+            Some(known) if known.time_ns < given.time_ns => *known = given,
+            Some(_) => {}
+            None => open.push(given),
+        }
+    }
+    for given in open {
+        let Some(description) = pages.description(given.op).filter(|described| {
+            // An entry of a captured operation has the times of its latest replay.
+            described.comm == given.comm && described.device_end_ns <= given.begun_ns
+        }) else {
+            continue;
+        };
+        let state = if given.is_hang != 0 {
+            State::STOP
+        } else {
+            State::START
+        };
+        let record = Record {
+            comm: given.comm,
+            seq: given.seq,
+            bytes: description.bytes,
+            value: u64::from(given.cause) << 32 | u64::from(given.culprit),
+            op: given.op,
+            replay: given.replay,
+            rank: given.rank,
+            peer: given.peer,
+            pid,
+            ..Record::new(Kind::Verdict, state, given.time_ns)
+        };
+        samples.push(Sample::Description {
+            pid,
+            description: Box::new(description),
+        });
+        samples.push(Sample::Verdict {
+            pid,
+            given: Box::new(given),
+        });
+        samples.push(Sample::Record {
+            pid,
+            tid: 0,
+            carrier: Carrier::Ring,
+            record: record.with_flags(Flags(given.flags)),
+        });
+    }
 }
 
 /// Hands on the communicators that are not in `seen`, and puts them there.
