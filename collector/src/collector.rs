@@ -2,7 +2,7 @@
 
 use std::{collections::VecDeque, sync::Arc};
 
-use ringsight_exporters::model::{Batch, ExportStats};
+use ringsight_exporters::model::{Batch, ExportStats, Finding};
 use ringsight_probes::{network::NetworkEvent, sample::Sample};
 use ringsight_records::{Flags, Function, Kind, PathChange, Record, State, VERSION};
 
@@ -14,6 +14,7 @@ use crate::{
         communicators::{Communicators, Port},
         instance::{Context, Instance, Instances},
     },
+    findings::Findings,
     identity::{InstanceKey, Scope},
     lag,
     limits::{LeftOut, Limit, Limits},
@@ -72,6 +73,9 @@ pub struct Collector {
     metrics: Metrics,
     network: Network,
     awaited: Awaited,
+    findings: Findings,
+    /// [`Collector::finish`] was called.
+    is_over: bool,
     start_unix_ns: u64,
     clock: Clock,
     log: OperationLog,
@@ -105,6 +109,8 @@ impl Collector {
             maker: SpanMaker::new(options.scope, options.lag_threshold_ns),
             network: Network::new(Arc::clone(&own)),
             awaited: Awaited::default(),
+            findings: Findings::default(),
+            is_over: false,
             start_unix_ns: clock.unix_ns(now_ns),
             metrics: Metrics::new(clock.unix_ns(now_ns), own),
             clock,
@@ -336,6 +342,7 @@ impl Collector {
                     }
                 }
                 Finished::Judged(part) => {
+                    self.findings.judged(&part, self.maker.scope());
                     let instead = self
                         .awaited
                         .judged(&part, &mut self.correlator, &self.communicators);
@@ -407,6 +414,9 @@ impl Collector {
 
     /// A rank's part of an operation goes to the others'.
     fn add(&mut self, part: Box<RankOperation>) {
+        if part.cut_ns == 0 {
+            self.findings.ended(&part);
+        }
         self.awaited.over(&part, &self.communicators);
         let Some(owner) = self.communicators.process(part.pid).map(|watched| watched.owner) else {
             self.correlator.recycle(part);
@@ -458,7 +468,9 @@ impl Collector {
         while self.batch.spans.len() < most
             && let Some(mut instance) = ready.pop_front()
         {
-            let summary = self.maker.summarize(&instance);
+            let summary = self
+                .maker
+                .summarize(&instance, self.findings.waited_for(&instance.key));
             let spans = &mut self.batch.spans;
             let trace_id = self
                 .maker
@@ -502,6 +514,7 @@ impl Collector {
 
     /// The same in steps, each of which makes about `most` spans: `true` if there is more. The caller takes the batch in between.
     pub fn finish_some(&mut self, now_ns: u64, most: usize) -> bool {
+        self.is_over = true;
         self.now_ns = self.now_ns.max(now_ns);
         let now_ns = self.now_ns;
         let (network, mut output) = self.network();
@@ -525,7 +538,22 @@ impl Collector {
 
     /// What has been made since the last call.
     pub fn take_batch(&mut self) -> Batch {
+        self.batch.findings =
+            self.findings
+                .take_news(self.now_ns, self.is_over, &self.communicators, &self.clock);
         std::mem::take(&mut self.batch)
+    }
+
+    /// What watchdogs have found wrong so far, the oldest first.
+    #[must_use]
+    pub fn findings(&self) -> Vec<Finding> {
+        self.findings.rows(&self.communicators, &self.clock)
+    }
+
+    /// Whether watchdogs have seen a hang: they called an operation so, or ranks wait in one still.
+    #[must_use]
+    pub fn has_seen_hang(&self) -> bool {
+        self.findings.hangs() > 0 || self.findings.any_open()
     }
 
     /// Spans and log records made since the last [`Collector::take_batch`].

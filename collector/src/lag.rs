@@ -10,6 +10,17 @@ use ringsight_records::Function;
 /// Default threshold: well above scheduling noise on a busy host, well below what a training step can hide.
 pub const DEFAULT_THRESHOLD_NS: u64 = 15_000_000;
 
+/// Whom the ranks of an operation waited for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WaitedFor {
+    /// The rank.
+    pub culprit: u32,
+    /// How long the longest of the others waited, nanoseconds.
+    pub waited_ns: u64,
+    /// Until when, monotonic nanoseconds.
+    pub until_ns: u64,
+}
+
 /// The median of `values`: of an even number of them the lower middle plus half the distance to the upper one.
 /// `None` if there are none. Sorts `values`.
 #[must_use]

@@ -19,7 +19,7 @@
 //! |---|---|
 //! | identity, time and limits | `identity`, `clock`, `lag`, `limits`, `resource` |
 //! | records to operations | `correlate`, `awaited` (who waits for whom) |
-//! | operations to telemetry | `spans`, `metrics`, `network` (the kernel's RDMA stack, failovers), `summary` |
+//! | operations to telemetry | `spans`, `findings` (what watchdogs found wrong, across ranks), `metrics`, `network` (the kernel's RDMA stack, failovers), `summary` |
 //! | the line | `collector` |
 //! | beside it, for commands and tests | `explain`, `snapshot`, `synthetic` |
 
@@ -28,6 +28,7 @@ pub mod clock;
 pub mod collector;
 pub mod correlate;
 pub mod explain;
+pub mod findings;
 pub mod identity;
 pub mod lag;
 pub mod limits;

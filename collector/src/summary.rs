@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use ringsight_exporters::model::{ExportStats, Operation, Signal, Tally};
+use ringsight_exporters::model::{ExportStats, Finding, Operation, Signal, Tally};
 use ringsight_records::Kind;
 use rustc_hash::FxHashMap;
 use serde::Serialize;
@@ -31,6 +31,8 @@ pub struct Summary {
     pub records: BTreeMap<&'static str, RecordCount>,
     /// Spans by what they are.
     pub spans: BTreeMap<&'static str, u64>,
+    /// What watchdogs found wrong, the oldest first.
+    pub verdicts: Vec<VerdictRow>,
     /// Operations, as far as they were kept.
     pub operations: Vec<OperationRow>,
     /// Operations beyond those that were kept.
@@ -97,6 +99,79 @@ pub struct OperationRow {
     pub culprit: Option<CulpritRow>,
     /// Ranks that were seen.
     pub by_rank: Vec<RankRow>,
+}
+
+/// What is wrong with an operation that somebody waits in.
+#[derive(Clone, Debug, Serialize)]
+pub struct VerdictRow {
+    /// Trace id of the operation, 32 hexadecimal digits.
+    pub trace_id: String,
+    /// Name of the operation.
+    pub operation: &'static str,
+    /// Communicator id, 16 hexadecimal digits.
+    pub communicator: String,
+    /// Communicator name, empty if it has none.
+    pub communicator_name: String,
+    /// Sequence.
+    pub sequence: u64,
+    /// Replay, 0 if eager.
+    pub replay: u32,
+    /// Sender and receiver of a message.
+    pub pair: Option<(u32, u32)>,
+    /// Why.
+    pub cause: &'static str,
+    /// It will not end by itself; otherwise the culprit is late.
+    pub hang: bool,
+    /// The rank that the others wait for.
+    pub culprit: u32,
+    /// Its process, if it is watched here.
+    pub pid: Option<u32>,
+    /// Its host, if it is watched here.
+    pub host: Option<String>,
+    /// Ranks whose watchdogs said so.
+    pub waiting: Vec<u32>,
+    /// How long the longest of them has waited.
+    pub waited_ns: u64,
+    /// When the first of them said so.
+    pub first_unix_ns: u64,
+    /// When this was so.
+    pub unix_ns: u64,
+    /// The operation has ended since.
+    pub ended: bool,
+    /// All of this in one sentence.
+    pub text: String,
+    /// What to do next.
+    pub next_step: String,
+}
+
+impl From<Finding> for VerdictRow {
+    fn from(finding: Finding) -> Self {
+        let (pid, host) = finding
+            .culprit_place
+            .map(|place| (place.pid, place.host.to_string()))
+            .unzip();
+        Self {
+            trace_id: format!("{:032x}", u128::from_be_bytes(finding.trace_id)),
+            operation: finding.operation,
+            communicator: format!("{:016x}", finding.communicator),
+            communicator_name: finding.communicator_name.to_string(),
+            sequence: finding.sequence,
+            replay: finding.replay,
+            pair: finding.pair,
+            cause: finding.cause,
+            hang: finding.hang,
+            culprit: finding.culprit,
+            pid,
+            host,
+            waiting: finding.waiting,
+            waited_ns: finding.waited_ns,
+            first_unix_ns: finding.first_unix_ns,
+            unix_ns: finding.unix_ns,
+            ended: finding.ended,
+            text: finding.text,
+            next_step: finding.next_step,
+        }
+    }
 }
 
 /// A late rank.

@@ -21,7 +21,9 @@ use self::{
     file::{ArrayFile, Medium},
     tracks::{Place, Track, Tracks},
 };
-use crate::model::{Batch, ExportStats, Exporter, Metric, MetricData, Operation, Signal, Span, Takes, Value};
+use crate::model::{
+    Batch, ExportStats, Exporter, Finding, Metric, MetricData, Operation, Signal, Span, Takes, Value,
+};
 
 /// A chunk of the file is written when it has this many bytes, so that a large batch needs no large buffer.
 const CHUNK_BYTES: usize = 1 << 20;
@@ -156,6 +158,10 @@ impl<M: Medium> Writer<M> {
         }
         for operation in &batch.operations {
             self.culprit(operation);
+            self.write_if_large();
+        }
+        for finding in &batch.findings {
+            self.finding(finding);
             self.write_if_large();
         }
         for metric in &batch.metrics {
@@ -293,6 +299,37 @@ impl<M: Medium> Writer<M> {
             culprit.lag_ns,
             operation.communicator,
             u128::from_be_bytes(operation.trace_id)
+        )
+        .ok();
+    }
+
+    /// A mark over all tracks: what is wrong is looked for first.
+    fn finding(&mut self, finding: &Finding) {
+        let place = match &finding.culprit_place {
+            Some(at) => self
+                .tracks
+                .operations(&at.host, at.pid, finding.culprit, &mut self.buffer),
+            None => Place { pid: 0, tid: 0 },
+        };
+        self.begin('i', place, finding.unix_ns);
+        self.buffer
+            .extend_from_slice(b",\"s\":\"g\",\"cat\":\"verdict\",\"name\":");
+        string(
+            &mut self.buffer,
+            &format!("{}: {}", finding.state(), finding.text),
+        );
+        self.buffer.extend_from_slice(b",\"args\":{\"cause\":");
+        string(&mut self.buffer, finding.cause);
+        self.buffer.extend_from_slice(b",\"next\":");
+        string(&mut self.buffer, &finding.next_step);
+        write!(
+            self.buffer,
+            ",\"Rank\":{},\"Seq\":{},\"waited_ns\":{},\"Comms Id\":\"{:016x}\",\"trace_id\":\"{:032x}\"}}}}",
+            finding.culprit,
+            finding.sequence,
+            finding.waited_ns,
+            finding.communicator,
+            u128::from_be_bytes(finding.trace_id)
         )
         .ok();
     }

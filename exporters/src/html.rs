@@ -17,7 +17,7 @@ use std::{
 use ringsight_output::{Destination, Error};
 
 use self::store::Store;
-use crate::model::{Batch, ExportStats, Exporter, MetricData, Takes};
+use crate::model::{Batch, ExportStats, Exporter, Finding, MetricData, Takes};
 
 /// Operations that a page keeps unless told otherwise.
 pub const DEFAULT_OPERATIONS: usize = 50_000;
@@ -25,6 +25,8 @@ pub const DEFAULT_OPERATIONS: usize = 50_000;
 const DEFAULT_PARTS: usize = 800_000;
 /// The page is rewritten no more often than this, and takes at most a fiftieth of the time.
 const REWRITE: Duration = Duration::from_secs(10);
+/// Findings that a page shows.
+const MAX_FINDINGS: usize = 1024;
 /// Counters of events that never reached the collector.
 const LOST_METRIC: &str = "ccl.probe.lost";
 
@@ -33,6 +35,8 @@ pub struct HtmlExporter {
     destination: Destination,
     title: String,
     store: Store,
+    /// What is wrong with operations, by trace, in the order of the first.
+    findings: Vec<Finding>,
     /// Lost events by who counted them.
     lost: HashMap<String, u64>,
     unwritten: u64,
@@ -79,6 +83,7 @@ impl HtmlExporter {
             destination,
             title,
             store: Store::new(operations, DEFAULT_PARTS),
+            findings: Vec::new(),
             lost: HashMap::new(),
             unwritten: 0,
             written_at: Instant::now(),
@@ -99,7 +104,7 @@ impl HtmlExporter {
             Err(Error::NotRegular)
         } else {
             self.destination
-                .replace(|file| page::write(file, &self.title, &self.store, lost, last))
+                .replace(|file| page::write(file, &self.title, &self.store, &self.findings, lost, last))
         };
         self.written_at = Instant::now();
         self.took = started.elapsed();
@@ -113,6 +118,16 @@ impl HtmlExporter {
                 self.last_error = Some(error.clone());
                 Err(error)
             }
+        }
+    }
+
+    /// Takes a finding; a later one of the same trace replaces it.
+    fn find(&mut self, finding: &Finding) {
+        let is_it = |known: &Finding| known.trace_id == finding.trace_id;
+        match self.findings.iter().position(is_it) {
+            Some(at) => self.findings[at].clone_from(finding),
+            None if self.findings.len() < MAX_FINDINGS => self.findings.push(finding.clone()),
+            None => {}
         }
     }
 
@@ -151,8 +166,12 @@ impl Exporter for HtmlExporter {
         for operation in &batch.operations {
             self.store.push(operation);
         }
+        for finding in &batch.findings {
+            self.find(finding);
+        }
         self.unwritten += batch.operations.len() as u64;
-        if self.unwritten > 0 && self.written_at.elapsed() >= REWRITE.max(self.took * 50) {
+        let changed = self.unwritten > 0 || !batch.findings.is_empty();
+        if changed && self.written_at.elapsed() >= REWRITE.max(self.took * 50) {
             // Counted in `stats`; the next time may succeed.
             let _ = self.write(false);
         }

@@ -218,6 +218,7 @@ impl<M: Medium> Writer<M> {
             metrics,
             logs,
             operations: _,
+            findings: _,
         } = batch;
         self.line(Signal::Traces, spans, json::traces);
         self.line(Signal::Metrics, metrics, json::metrics);

@@ -216,6 +216,8 @@ pub struct Operation {
     pub by_rank: Vec<OperationRank>,
     /// The rank that everybody waited for, if one was late beyond the threshold.
     pub culprit: Option<Culprit>,
+    /// Until when the ranks waited for one that watchdogs named, Unix nanoseconds; 0: they named none.
+    pub waited_until_ns: u64,
     /// `false` if events were lost.
     pub complete: bool,
 }
@@ -259,6 +261,8 @@ pub struct Batch {
     pub logs: Vec<LogRecord>,
     /// Finished operations.
     pub operations: Vec<Operation>,
+    /// What is wrong with operations, as far as that has changed.
+    pub findings: Vec<Finding>,
 }
 
 impl Batch {
@@ -270,8 +274,13 @@ impl Batch {
             metrics,
             logs,
             operations,
+            findings,
         } = self;
-        spans.is_empty() && metrics.is_empty() && logs.is_empty() && operations.is_empty()
+        spans.is_empty()
+            && metrics.is_empty()
+            && logs.is_empty()
+            && operations.is_empty()
+            && findings.is_empty()
     }
 
     /// About how many bytes of memory it takes. Shared texts and resources are not counted.
@@ -417,6 +426,96 @@ impl Tally {
     }
 }
 
+/// Where a rank runs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// Its process, as its host counts processes.
+    pub pid: u32,
+    /// Its host's name; empty if it has none.
+    pub host: Arc<str>,
+}
+
+/// What is wrong with an operation that somebody waits in, as of [`Finding::unix_ns`]. A later one of the same trace replaces it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finding {
+    /// Trace of the operation.
+    pub trace_id: TraceId,
+    /// Name of the operation, e.g. `all_reduce`.
+    pub operation: &'static str,
+    /// Communicator.
+    pub communicator: u64,
+    /// Its name, empty if it has none.
+    pub communicator_name: Arc<str>,
+    /// Its ranks.
+    pub ranks: u32,
+    /// Sequence of the operation in its communicator, or in its pair.
+    pub sequence: u64,
+    /// Replay, 0 if eager.
+    pub replay: u32,
+    /// Sender and receiver of a message.
+    pub pair: Option<(u32, u32)>,
+    /// Why, e.g. `NOT_LAUNCHED`.
+    pub cause: &'static str,
+    /// It will not end by itself; otherwise the culprit is late.
+    pub hang: bool,
+    /// The rank that the others wait for.
+    pub culprit: u32,
+    /// Where it runs, if that is known here.
+    pub culprit_place: Option<Place>,
+    /// Ranks whose watchdogs said so.
+    pub waiting: Vec<u32>,
+    /// How long the longest of them has waited, nanoseconds.
+    pub waited_ns: u64,
+    /// When the first of them said so, Unix nanoseconds.
+    pub first_unix_ns: u64,
+    /// When this was so, Unix nanoseconds.
+    pub unix_ns: u64,
+    /// The operation has ended since.
+    pub ended: bool,
+    /// All of this in one sentence.
+    pub text: String,
+    /// What to do next.
+    pub next_step: String,
+}
+
+impl Finding {
+    /// `HANG` as long as ranks wait, `ENDED` once the operation has ended. Whether it can end by itself is [`Finding::hang`].
+    #[must_use]
+    pub fn state(&self) -> &'static str {
+        if self.ended { "ENDED" } else { "HANG" }
+    }
+
+    /// The operation in words: `all_reduce 750`, `send_recv 3 from rank 1 to rank 2`, `all_reduce 4 of graph 1, replay 9`.
+    #[must_use]
+    pub fn operation_words(&self) -> String {
+        let mut words = match self.replay {
+            0 => format!("{} {}", self.operation, self.sequence),
+            replay => {
+                let (graph, node) = (self.sequence >> 32, self.sequence as u32);
+                format!("{} {node} of graph {graph}, replay {replay}", self.operation)
+            }
+        };
+        if let Some((from, to)) = self.pair {
+            words += &format!(" from rank {from} to rank {to}");
+        }
+        words
+    }
+}
+
+/// Numbers in ascending order as ranges: `0-3, 7`.
+#[must_use]
+pub fn ranges(numbers: &[u32]) -> String {
+    let consecutive = numbers.chunk_by(|one, next| one.checked_add(1) == Some(*next));
+    let texts: Vec<String> = consecutive
+        .map(|run| match run {
+            [one] => one.to_string(),
+            [first, .., last] => format!("{first}-{last}"),
+            [] => String::new(),
+        })
+        .collect();
+    texts.join(", ")
+}
+
 /// How an exporter is doing: `stats[Signal::Traces]` is the account of spans.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ExportStats {
@@ -468,7 +567,7 @@ pub struct Takes {
     pub metrics: bool,
     /// Log records.
     pub logs: bool,
-    /// Operations.
+    /// Operations, and what is wrong with them.
     pub operations: bool,
 }
 

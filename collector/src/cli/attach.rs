@@ -26,7 +26,7 @@ use serde_json::json;
 use tracing::{error, info, warn};
 
 use super::{
-    Exit, log, outputs, print,
+    Exit, findings, log, outputs, print,
     report::{cpu_seconds, describe, describe_network, report, summarise},
     signals::Ending,
 };
@@ -145,6 +145,8 @@ struct Outputs {
     exporters: Vec<Box<dyn Exporter>>,
     /// How each was doing when it was last looked at.
     health: Vec<outputs::Health>,
+    /// A status line is drawn.
+    status: bool,
 }
 
 impl Outputs {
@@ -161,6 +163,7 @@ impl Outputs {
             files,
             health: otlp.iter().map(|_| outputs::Health::default()).collect(),
             exporters: otlp.into_iter().collect(),
+            status: !arguments.quiet && io::stderr().is_terminal(),
         })
     }
 
@@ -189,6 +192,9 @@ impl Outputs {
         let batch = collector.take_batch();
         if batch.is_empty() {
             return;
+        }
+        if !batch.findings.is_empty() {
+            findings::print_news(&batch.findings, self.status);
         }
         let batch = Arc::new(batch);
         for exporter in &mut self.exporters {
@@ -315,7 +321,6 @@ fn try_run(arguments: &AttachArguments, ending: &Ending) -> Result<Exit, (Exit, 
         samples: Vec::new(),
         more: true,
         problems: Problems::default(),
-        status: !arguments.quiet && io::stderr().is_terminal(),
     };
     if let (Some(destination), 0) = (reader.outputs.files.ready.take(), watched.failed) {
         let pids: Vec<u32> = watched
@@ -336,6 +341,7 @@ fn try_run(arguments: &AttachArguments, ending: &Ending) -> Result<Exit, (Exit, 
     if !arguments.quiet {
         log::say(&report(&summary, &collector));
     }
+    findings::print_open(&collector.findings());
     let mut exit = if watched.failed == 0 {
         Exit::Success
     } else {
@@ -363,6 +369,10 @@ fn try_run(arguments: &AttachArguments, ending: &Ending) -> Result<Exit, (Exit, 
         if row.error.is_some() || row.incomplete().next().is_some() {
             exit = Exit::ExportIncomplete;
         }
+    }
+    // The reason for which somebody looks goes before what became of the outputs, which was said above.
+    if collector.has_seen_hang() {
+        exit = Exit::HangSeen;
     }
     Ok(exit)
 }
@@ -480,7 +490,6 @@ struct Reader<'a> {
     /// A process is left.
     more: bool,
     problems: Problems,
-    status: bool,
 }
 
 impl Reader<'_> {
@@ -503,7 +512,7 @@ impl Reader<'_> {
                 self.outputs.export(self.collector);
                 exported = now;
             }
-            if self.status && now.duration_since(drawn) >= STATUS {
+            if self.outputs.status && now.duration_since(drawn) >= STATUS {
                 self.draw(begun);
                 drawn = now;
             }
@@ -511,7 +520,7 @@ impl Reader<'_> {
                 thread::sleep(POLL);
             }
         }
-        if self.status {
+        if self.outputs.status {
             log::clear_status();
         }
     }

@@ -3,6 +3,7 @@
 mod attach;
 mod connections;
 mod explain;
+mod findings;
 mod list;
 mod log;
 mod outputs;
@@ -29,6 +30,8 @@ pub(crate) enum Exit {
     NothingAttached = 3,
     /// Not everything reached where it was to go.
     ExportIncomplete = 4,
+    /// A watchdog has called an operation a hang.
+    HangSeen = 5,
 }
 
 impl From<Exit> for ExitCode {
@@ -40,7 +43,7 @@ impl From<Exit> for ExitCode {
 #[derive(Debug, Parser)]
 #[command(name = "ringsight", version, about = "Sees the collectives of running processes", long_about = None)]
 #[command(
-    after_help = "Exit codes: 0 success, 1 error, 2 wrong usage, 3 nothing could be attached, 4 export incomplete."
+    after_help = "Exit codes: 0 success, 1 error, 2 wrong usage, 3 nothing could be attached, 4 export incomplete, 5 a hang was seen."
 )]
 struct Arguments {
     #[command(subcommand)]

@@ -47,6 +47,7 @@ pub(super) fn summarise(
         pids,
         records: summary::records(&readings.counts, &emitted),
         spans: summary::spans(&readings.spans),
+        verdicts: collector.findings().into_iter().map(Into::into).collect(),
         operations: rows.to_vec(),
         operations_left_out: if rows.is_empty() { 0 } else { left_out },
         lost: readings.counts.lost_total(),

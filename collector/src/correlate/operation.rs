@@ -62,6 +62,8 @@ impl KernelChannel {
 pub struct Verdict {
     /// When it was said.
     pub time_ns: u64,
+    /// When the operation began to be in progress, as the library says; 0 = not known.
+    pub begun_ns: u64,
     /// Why.
     pub cause: Cause,
     /// The rank that the others wait for.
@@ -362,6 +364,10 @@ impl RankOperation {
         let Some(cause) = u8::try_from(record.value >> 32).ok().and_then(Cause::from_code) else {
             return Ok(());
         };
+        // One that was read from the pages may come through the ring, too.
+        if self.verdicts.iter().any(|known| known.time_ns == record.time_ns) {
+            return Ok(());
+        }
         self.hold(
             self.verdicts.len(),
             limits.verdicts_per_operation,
@@ -370,6 +376,7 @@ impl RankOperation {
         )?;
         self.verdicts.push(Verdict {
             time_ns: record.time_ns,
+            begun_ns: 0,
             cause,
             culprit: record.value as u32,
             hang,

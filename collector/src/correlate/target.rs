@@ -315,6 +315,7 @@ impl Target {
             && (given.op, given.time_ns) == (record.op, verdict.time_ns)
         {
             verdict.nic = given.nic();
+            verdict.begun_ns = given.begun_ns;
         }
         let judged = (operation.verdicts.len() > verdicts).then(|| operation.judged());
         let (is_completed, held) = (operation.completed && !was_completed, operation.parts);

@@ -8,6 +8,7 @@ mod process;
 mod rank;
 mod verdict;
 
+pub(crate) use names::operation as operation_name;
 pub(crate) use rank::timing_source_of;
 
 use std::{collections::VecDeque, sync::Arc};
@@ -25,7 +26,7 @@ use crate::{
         instance::Instance,
     },
     identity::{Direction, InstanceKey, Role, Scope, SpanKey, TraceKind},
-    lag,
+    lag::{self, WaitedFor},
 };
 
 /// Spans made, by what they are.
@@ -64,6 +65,8 @@ pub struct InstanceSummary {
     pub bus_bandwidth: Option<f64>,
     /// Everything was seen of every watched rank.
     pub complete: bool,
+    /// Until when ranks waited for a rank that watchdogs named, monotonic nanoseconds; 0: they named none.
+    pub waited_until_ns: u64,
 }
 
 /// Makes spans.
@@ -140,19 +143,34 @@ impl SpanMaker {
         &self.counts
     }
 
+    /// The text in ids.
+    pub(crate) fn scope(&self) -> &Scope {
+        &self.scope
+    }
+
     /// The text in ids, and the counters, for spans that are made elsewhere.
     pub(crate) fn parts(&mut self) -> (&Scope, &mut SpanCounts) {
         (&self.scope, &mut self.counts)
     }
 
-    /// Lag and bandwidth of an instance.
-    pub fn summarize(&mut self, instance: &Instance) -> InstanceSummary {
+    /// Lag and bandwidth of an instance. `waited_for` is whom the watchdogs named, and until when the others waited: they saw more than
+    /// arrivals.
+    pub fn summarize(&mut self, instance: &Instance, waited_for: Option<WaitedFor>) -> InstanceSummary {
         let function = instance.parts.iter().find_map(|part| part.function());
         self.arrivals.clear();
         let started = instance.parts.iter().filter(|part| part.device.0 != 0);
         self.arrivals
             .extend(started.map(|part| (part.rank, part.device.0)));
-        let culprit = lag::culprit(function, &self.arrivals, self.lag_threshold_ns);
+        let by_arrival = lag::culprit(function, &self.arrivals, self.lag_threshold_ns);
+        let culprit = match waited_for {
+            Some(named) if by_arrival.as_ref().is_none_or(|late| late.rank != named.culprit) => {
+                Some(Culprit {
+                    rank: named.culprit,
+                    lag_ns: named.waited_ns,
+                })
+            }
+            _ => by_arrival,
+        };
         let last = self.arrivals.iter().map(|(_, arrival)| *arrival).max();
         let first = self.arrivals.iter().map(|(_, arrival)| *arrival).min();
         // What the slowest rank made the others wait is not the network's doing.
@@ -180,6 +198,7 @@ impl SpanMaker {
             culprit,
             bus_bandwidth,
             complete,
+            waited_until_ns: waited_for.map_or(0, |named| named.until_ns),
         }
     }
 
@@ -199,7 +218,7 @@ impl SpanMaker {
         let trace_id = instance.key.trace_id(&self.scope);
         let root_id = SpanKey::of(Role::Root).span_id(&trace_id);
         let communicator = communicators.get(instance.key.comm);
-        // The lag of a part is against the other parts' arrivals; `judge` left those in `self.arrivals`.
+        // The lag of a part is against the other parts' arrivals; `summarize` left those in `self.arrivals`.
         let synchronises = self.arrivals.len() > 1 && summary.function.is_some_and(Function::synchronises);
         if synchronises {
             self.in_order
@@ -315,6 +334,7 @@ impl SpanMaker {
                 .map_or("", Algorithm::name),
             by_rank: by_rank.collect(),
             culprit: summary.culprit.clone(),
+            waited_until_ns: unix(summary.waited_until_ns),
             complete: summary.complete,
         }
     }

@@ -5,7 +5,7 @@ use ringsight_records::Function;
 use crate::identity::{Direction, TraceKind};
 
 /// Name of a root span and of an operation.
-pub(super) fn operation(function: Option<Function>, kind: TraceKind) -> &'static str {
+pub(crate) fn operation(function: Option<Function>, kind: TraceKind) -> &'static str {
     match (kind, function) {
         (TraceKind::PointToPoint, _) => "send_recv",
         (_, function) => self::function(function),

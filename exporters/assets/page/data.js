@@ -26,6 +26,8 @@ const ops = (() => {
     o.part[i + 1] = o.part[i] + source.parts[i];
   }
   for (const i of source.incomplete) o.incomplete[i] = 1;
+  o.waitedUntil = new Float64Array(n);
+  for (const [i, after] of source.waited_until) o.waitedUntil[i] = o.start[i] + after;
   return o;
 })();
 
@@ -56,13 +58,15 @@ const parts = (() => {
       end = Math.max(end, p.end[k]);
     }
     if (first === Infinity) first = last = end = ops.start[i];
+    // Where watchdogs say whom the ranks waited for, all have come and nothing moved until then.
+    const until = Math.max(last, Math.min(ops.waitedUntil[i], end));
     ops.first[i] = first;
     ops.last[i] = last;
     ops.end[i] = end;
     let waited = 0;
     const others = [];
     for (let k = ops.part[i]; k < ops.part[i + 1]; k++) {
-      p.move[k] = p.end[k] < last ? p.start[k] : last;
+      p.move[k] = p.end[k] < last ? p.start[k] : Math.min(until, p.end[k]);
       waited += p.move[k] - p.start[k];
       if (p.row[k] !== ops.culprit[i]) others.push(p.start[k]);
     }
@@ -70,7 +74,7 @@ const parts = (() => {
     const half = others.length >> 1;
     ops.median[i] = others.length === 0 ? first : others.length % 2 ? others[half] : (others[half - 1] + others[half]) / 2;
     ops.waited[i] = waited;
-    const moving = end - last;
+    const moving = end - until;
     const factor = busFactor(raw.names[ops.name[i]], raw.communicators[ops.comm[i]].ranks);
     ops.bandwidth[i] = moving > 0 ? ops.bytes[i] * factor / (moving / 1e9) : 0;
   }
@@ -122,6 +126,11 @@ const culprits = (() => {
   }
   return list;
 })();
+
+// What watchdogs found wrong: open before ended, the longest first.
+const STATES = ["HANG", "ENDED"];
+const findings = [...raw.findings].sort((a, b) => STATES.indexOf(a.state) - STATES.indexOf(b.state) || b.waited - a.waited);
+const openFindings = findings.filter((finding) => finding.state !== "ENDED");
 
 // ---- words
 

@@ -42,6 +42,7 @@ function buildTools() {
   click("zoom-out", () => zoom(2));
   click("zoom-fit", fitAll);
   click("all-culprits", () => drawCulprits(true));
+  click("all-findings", () => drawFindings(true));
 }
 
 function paintTypes() {
@@ -50,7 +51,7 @@ function paintTypes() {
 
 function tell() {
   const { dataset } = document.documentElement;
-  Object.assign(dataset, { operations: ops.n, parts: parts.n, shown: state.shown, culprits: culprits.length, from: Math.round(state.from), to: Math.round(state.to) });
+  Object.assign(dataset, { operations: ops.n, parts: parts.n, shown: state.shown, culprits: culprits.length, findings: findings.length, from: Math.round(state.from), to: Math.round(state.to) });
   dataset.selected = state.selected >= 0 ? ops.trace(state.selected) : "";
 }
 
@@ -67,6 +68,7 @@ function start() {
   paintTypes();
   drawFacts();
   drawVerdict();
+  drawFindings();
   drawCulprits();
   on("view", redraw);
   on("view", writeAddress);

@@ -5,7 +5,12 @@ const FEW = 5;
 function drawVerdict() {
   const line = byId("verdict-line"), more = byId("verdict-more");
   const late = culprits.reduce((sum, c) => sum + c.ops.length, 0);
-  if (!ops.n) {
+  if (openFindings.length) {
+    const [worst] = openFindings;
+    line.replaceChildren(element("span", { className: "late", textContent: "Hang: " }), worst.text);
+    more.textContent = `Next: ${worst.next}. ` + (openFindings.length > 1 ? `${plural(openFindings.length - 1, "more operation waits", "more operations wait")}. ` : "") +
+      (raw.final ? "This was so when the recording ended." : "Reload this page for the newest state.");
+  } else if (!ops.n) {
     line.textContent = "No operation has finished yet";
     more.textContent = raw.final ? "The recording ended without one." : "Reload this page later: it is rewritten while the recording goes on.";
   } else if (!late) {
@@ -29,6 +34,33 @@ function drawVerdict() {
   byId("losses").hidden = !losses.length;
   byId("losses").classList.toggle("bad", raw.lost > 0);
   byId("losses").textContent = losses.join(" ");
+}
+
+function drawFindings(all = false) {
+  byId("findings").hidden = !findings.length;
+  const shown = all ? findings : findings.slice(0, FEW);
+  byId("findings").tBodies[0].replaceChildren(...shown.map((finding) => {
+    const place = finding.pid === null ? " not watched here" : ` ${finding.host} · pid ${finding.pid}`;
+    const row = element("tr", {},
+      element("td", { className: finding.state === "ENDED" ? "muted" : "rank", textContent: finding.state }),
+      element("td", {}, element("span", { className: "rank", textContent: `rank ${finding.culprit}` }), element("span", { className: "muted", textContent: place })),
+      element("td", { textContent: finding.cause }),
+      element("td", { textContent: `${finding.operation} (${finding.communicator})` }),
+      element("td", { className: "number", textContent: duration(finding.waited) }),
+      element("td", { textContent: finding.waiting }),
+      element("td", { className: "muted", textContent: finding.next }));
+    row.dataset.state = finding.state;
+    row.dataset.culprit = finding.culprit;
+    row.dataset.cause = finding.cause;
+    row.addEventListener("click", () => {
+      const op = ops.indexOf(finding.trace);
+      if (op >= 0) select(op, { show: true });
+    });
+    return row;
+  }));
+  const button = byId("all-findings");
+  button.hidden = all || findings.length <= FEW;
+  button.textContent = `Show all ${findings.length} verdicts`;
 }
 
 function drawFacts() {

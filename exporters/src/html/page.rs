@@ -10,7 +10,7 @@ use std::{
 };
 
 use super::store::Store;
-use crate::model::{Operation, OperationRank};
+use crate::model::{Finding, Operation, OperationRank, ranges};
 
 const TEMPLATE: &str = include_str!("../../assets/page.html");
 const STYLE: &str = include_str!("../../assets/page.css");
@@ -30,11 +30,12 @@ pub(super) const SCRIPTS: [&str; 8] = [
 const GUARD: &str = "addEventListener('error',e=>{document.documentElement.dataset.error=e.message;\
     const f=document.getElementById('failure');f.hidden=false;f.textContent='This page failed: '+e.message;});";
 
-/// Writes the page of what `store` holds. `lost` is how many events were lost, `last` whether the recording is over.
+/// Writes the page of what `store` and `findings` hold. `lost` is how many events were lost, `last` whether the recording is over.
 pub(super) fn write(
     out: &mut impl Write,
     title: &str,
     store: &Store,
+    findings: &[Finding],
     lost: u64,
     last: bool,
 ) -> io::Result<()> {
@@ -45,7 +46,7 @@ pub(super) fn write(
         match name {
             "TITLE" => escape(out, title)?,
             "STYLE" => out.write_all(STYLE.as_bytes())?,
-            "DATA" => data(&mut InScript(&mut *out), store, lost, last)?,
+            "DATA" => data(&mut InScript(&mut *out), store, findings, lost, last)?,
             "SCRIPT" => {
                 write!(out, "\"use strict\";\n{GUARD}\n(() => {{\n")?;
                 SCRIPTS
@@ -230,11 +231,19 @@ fn list(out: &mut impl Write, name: &str, items: &[&str]) -> io::Result<()> {
     out.write_all(b",")
 }
 
-fn data(out: &mut impl Write, store: &Store, lost: u64, last: bool) -> io::Result<()> {
+fn data(out: &mut impl Write, store: &Store, findings: &[Finding], lost: u64, last: bool) -> io::Result<()> {
     let mut operations: Vec<_> = store.operations().collect();
     operations.sort_by_cached_key(|operation| start_of(operation));
     let ops = || operations.iter().copied();
-    let t0 = ops().map(start_of).find(|ns| *ns != 0).unwrap_or(0);
+    // A job that hangs from the beginning has no operation that finished.
+    let first_finding = findings
+        .iter()
+        .map(|finding| finding.first_unix_ns.saturating_sub(finding.waited_ns));
+    let t0 = ops()
+        .map(start_of)
+        .find(|ns| *ns != 0)
+        .or_else(|| first_finding.min())
+        .unwrap_or(0);
     let starts: Vec<u64> = ops().map(|operation| start_of(operation).max(t0)).collect();
 
     let names = Numbered::of(ops().map(|operation| operation.name));
@@ -308,6 +317,12 @@ fn data(out: &mut impl Write, store: &Store, lost: u64, last: bool) -> io::Resul
         ops().enumerate().filter(|(_, operation)| !operation.complete),
         |(index, _)| index,
     )?;
+    // Index and time after the operation's start, for those in which ranks waited for one that watchdogs named.
+    let waited = ops().zip(&starts).enumerate();
+    let waited = waited.filter(|(_, (operation, _))| operation.waited_until_ns != 0);
+    column(out, "waited_until", waited, |(index, (operation, start))| {
+        format!("[{index},{}]", operation.waited_until_ns.saturating_sub(*start))
+    })?;
     out.write_all(b"\"trace\":\"")?;
     for operation in ops() {
         write!(out, "{:032x}", u128::from_be_bytes(operation.trace_id))?;
@@ -341,12 +356,38 @@ fn data(out: &mut impl Write, store: &Store, lost: u64, last: bool) -> io::Resul
         write!(out, "{comma}{}", times.end - times.start)?;
     }
 
+    out.write_all(b"]},\"findings\":[")?;
+    for (index, finding) in findings.iter().enumerate() {
+        if index > 0 {
+            out.write_all(b",")?;
+        }
+        let place = finding.culprit_place.as_ref();
+        let value = serde_json::json!({
+            "trace": format!("{:032x}", u128::from_be_bytes(finding.trace_id)),
+            "state": finding.state(),
+            "operation": finding.operation_words(),
+            "communicator": match &*finding.communicator_name {
+                "" => format!("{:016x}", finding.communicator),
+                name => name.to_owned(),
+            },
+            "cause": finding.cause,
+            "culprit": finding.culprit,
+            "pid": place.map(|place| place.pid),
+            "host": place.map(|place| &*place.host),
+            "waiting": ranges(&finding.waiting),
+            "waited": finding.waited_ns,
+            "text": finding.text,
+            "next": finding.next_step,
+        });
+        serde_json::to_writer(&mut *out, &value)?;
+    }
+
     let now = SystemTime::now()
         .duration_since(SystemTime::UNIX_EPOCH)
         .map_or(0, |since| since.as_secs());
     write!(
         out,
-        "]}},\"t0\":\"{t0}\",\"seen\":{},\"dropped\":{},\"lost\":{lost},\"final\":{last},\"written\":{now},\"version\":\"{}\"}}",
+        "],\"t0\":\"{t0}\",\"seen\":{},\"dropped\":{},\"lost\":{lost},\"final\":{last},\"written\":{now},\"version\":\"{}\"}}",
         store.seen(),
         store.seen() - operations.len() as u64,
         env!("CARGO_PKG_VERSION")

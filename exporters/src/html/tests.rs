@@ -32,6 +32,7 @@ fn operation(number: u64, by_rank: Vec<OperationRank>) -> Operation {
         algorithm: "ring",
         by_rank,
         culprit: None,
+        waited_until_ns: 0,
         complete: true,
     }
 }
@@ -58,7 +59,7 @@ fn batch(operations: Vec<Operation>) -> Batch {
 /// The page's text and its data.
 fn written(title: &str, store: &Store, lost: u64) -> (String, Json) {
     let mut out = Vec::new();
-    page::write(&mut out, title, store, lost, true).unwrap();
+    page::write(&mut out, title, store, &[], lost, true).unwrap();
     let text = String::from_utf8(out).unwrap();
     let data = text
         .split_once("<script type=\"application/json\" id=\"data\">")
@@ -329,7 +330,7 @@ fn ten_thousand_operations_make_a_small_page() {
     (0..10_000).for_each(|number| store.push(&regular(number, 8)));
     let mut out = Vec::new();
     let started = Instant::now();
-    page::write(&mut out, "t", &store, 0, true).unwrap();
+    page::write(&mut out, "t", &store, &[], 0, true).unwrap();
     println!(
         "10,000 operations of 8 ranks: {:.2} MB in {:?}",
         out.len() as f64 / 1e6,

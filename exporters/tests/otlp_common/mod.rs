@@ -263,6 +263,7 @@ pub(crate) fn batch() -> impl Strategy<Value = Batch> {
                 metrics,
                 logs,
                 operations: vec![],
+                findings: vec![],
             })
     })
 }

@@ -19,6 +19,9 @@ use crate::{
 /// How long attaching may take, with everything that the machine does besides.
 const ATTACH_LIMIT: Duration = Duration::from_secs(30);
 
+/// Exit code of a collector that has seen a hang.
+pub const HANG_SEEN: i32 = 5;
+
 /// A collector that is attached.
 pub struct Collector {
     process: Guarded,
@@ -108,7 +111,8 @@ impl Collector {
                 bail!("{error}:\n{}", self.log());
             }
         };
-        if !status.success() {
+        let saw_hang = status.code() == Some(HANG_SEEN);
+        if !status.success() && !saw_hang {
             bail!(
                 "ringsight attach failed ({}):\n{}",
                 process::reason(status),
@@ -116,7 +120,16 @@ impl Collector {
             );
         }
         let text = fs::read_to_string(&self.summary)?;
-        serde_json::from_str(&text).with_context(|| format!("{} is no summary", self.summary.display()))
+        let summary: Summary = serde_json::from_str(&text)
+            .with_context(|| format!("{} is no summary", self.summary.display()))?;
+        let is_hang = |verdict: &serde_json::Value| verdict["hang"] == true || verdict["ended"] == false;
+        if saw_hang != summary.verdicts.iter().any(is_hang) {
+            bail!(
+                "ringsight attach ended with {status}, its summary says {:?}",
+                summary.verdicts
+            );
+        }
+        Ok(summary)
     }
 
     /// Asks it to let go of its targets, then as [`Collector::finish`].
@@ -126,6 +139,21 @@ impl Collector {
     pub fn stop(&mut self, limit: Duration) -> Result<Summary> {
         self.process.signal(libc::SIGINT);
         self.finish(limit)
+    }
+
+    /// Asks it to let go of its targets, then as [`Collector::outcome`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn interrupt(&mut self, limit: Duration) -> Result<(Option<i32>, String)> {
+        self.process.signal(libc::SIGINT);
+        self.outcome(limit)
+    }
+
+    /// The summary's file.
+    #[must_use]
+    pub fn summary_file(&self) -> &Path {
+        &self.summary
     }
 
     /// Waits for its end, whatever it is; returns the exit code and what it wrote.

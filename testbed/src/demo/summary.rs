@@ -17,6 +17,9 @@ pub struct Summary {
     pub spans: BTreeMap<String, u64>,
     /// Operations in the order in which they ended.
     pub operations: Vec<Operation>,
+    /// What watchdogs found wrong.
+    #[serde(default)]
+    pub verdicts: Vec<serde_json::Value>,
     /// Events lost, all kinds and carriers.
     pub lost: u64,
     /// Events of the time between an earlier collector and this one that it never saw.
