@@ -97,5 +97,5 @@ pub use protocol::{Action, Event, Protocol, Reason, Report};
 pub use receiver::Receiver;
 pub use rules::{Rules, Sound};
 pub use sender::Sender;
-pub use settings::{Settings, SettingsError, parse_number, transport_timeout};
+pub use settings::{Settings, SettingsError, transport_timeout};
 pub use timers::Timer;

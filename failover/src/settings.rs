@@ -83,10 +83,10 @@ impl fmt::Display for SettingsError {
 
 impl std::error::Error for SettingsError {}
 
-/// Reads variables by a function that returns `None` for one that is not set.
-struct Variables<F>(F);
+/// Reads variables by a function that returns `None` for one that is not set, and one that parses the number of a variable.
+struct Variables<F, P>(F, P);
 
-impl<F: Fn(&str) -> Option<String>> Variables<F> {
+impl<F: Fn(&str) -> Option<String>, P: Fn(&str, &str) -> Option<u64>> Variables<F, P> {
     fn switch(&self, name: &'static str) -> Result<Option<bool>, SettingsError> {
         let Some(value) = (self.0)(name) else {
             return Ok(None);
@@ -106,12 +106,7 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         let Some(value) = (self.0)(name) else {
             return Ok(default);
         };
-        // A variable of ringsight's own is always decimal; NCCL's may be hexadecimal or octal.
-        let number = match name.starts_with("NCCL_") {
-            true => parse_number(&value).and_then(|number| u64::try_from(number).ok()),
-            false => value.trim().parse().ok(),
-        };
-        match number {
+        match (self.1)(name, &value) {
             Some(number) if (least..=most).contains(&number) => Ok(number),
             _ => Err(SettingsError {
                 name,
@@ -141,13 +136,16 @@ impl Settings {
     /// Upper bound of the interval between two copies of a message.
     pub const RESEND_MAX: Duration = Duration::from_secs(1);
 
-    /// Reads the settings from the environment; `get` reads one variable.
+    /// Reads the settings from the environment: `get` reads one variable, `parse` gives the number that the value of a name is.
     ///
     /// # Errors
     /// The first variable with an invalid value.
-    pub fn read(get: impl Fn(&str) -> Option<String>) -> Result<Self, SettingsError> {
+    pub fn read(
+        get: impl Fn(&str) -> Option<String>,
+        parse: impl Fn(&str, &str) -> Option<u64>,
+    ) -> Result<Self, SettingsError> {
         let defaults = Self::default();
-        let from = Variables(get);
+        let from = Variables(get, parse);
         let enabled = match from.switch("RINGSIGHT_NET_FAILOVER")? {
             Some(enabled) => enabled,
             None => from
@@ -194,25 +192,6 @@ impl Settings {
     }
 }
 
-/// Parses a number as NCCL parses its variables (`strtoll` with base 0): decimal, hexadecimal after `0x`, octal after `0`.
-#[must_use]
-pub fn parse_number(text: &str) -> Option<i64> {
-    let text = text.trim();
-    let (is_negative, digits) = match text.strip_prefix('-') {
-        Some(digits) => (true, digits),
-        None => (false, text.strip_prefix('+').unwrap_or(text)),
-    };
-    let (base, digits) = match digits.as_bytes() {
-        [b'0', b'x' | b'X', ..] => (16, &digits[2..]),
-        [b'0', _, ..] => (8, &digits[1..]),
-        _ => (10, digits),
-    };
-    // `from_str_radix` would accept a second sign.
-    let is_number = digits.starts_with(|first: char| first.is_digit(base));
-    let number = i128::from_str_radix(digits, base).ok().filter(|_| is_number)?;
-    i64::try_from(if is_negative { -number } else { number }).ok()
-}
-
 /// How long a NIC retries before a work request fails with "transport retries exceeded": `retries + 1` tries of
 /// 4.096 µs × 2^`timeout` each. `None` if it never gives up (exponent 0 disables the timer).
 ///
@@ -231,10 +210,11 @@ mod tests {
     use super::*;
 
     fn with(variables: &[(&str, &str)]) -> Result<Settings, SettingsError> {
-        Settings::read(|name| {
+        let get = |name: &str| {
             let found = variables.iter().find(|(key, _)| *key == name);
             found.map(|(_, value)| (*value).to_owned())
-        })
+        };
+        Settings::read(get, |_, text| text.parse().ok())
     }
 
     #[test]
@@ -253,8 +233,6 @@ mod tests {
                 .as_millis(),
             250
         );
-        let padded = with(&[("RINGSIGHT_NET_TIMEOUT_MS", "0250")]).unwrap();
-        assert_eq!(padded.timeout.as_millis(), 250);
         let silent = with(&[("NCCL_IB_RETURN_ASYNC_EVENTS", "0")]).unwrap();
         assert!(!silent.async_events && silent.enabled);
         let long = with(&[("RINGSIGHT_NET_BACKOFF_MAX_MS", "3000000")]).unwrap();
@@ -270,39 +248,6 @@ mod tests {
         ] {
             let error = with(&[(name, value)]).unwrap_err().to_string();
             assert!(error.starts_with(&format!("{name}={value} is not")), "{error}");
-        }
-    }
-
-    #[test]
-    fn numbers_are_read_as_nccl_does() {
-        for (text, number) in [
-            ("0", 0),
-            (" 106 ", 106),
-            ("-1", -1),
-            ("+7", 7),
-            ("0x6a", 106),
-            ("0X6A", 106),
-            ("-0x1", -1),
-            ("017", 15),
-            ("9223372036854775807", i64::MAX),
-            ("-0x8000000000000000", i64::MIN),
-        ] {
-            assert_eq!(parse_number(text), Some(number), "{text}");
-        }
-        for text in [
-            "",
-            "-",
-            "x",
-            "0x",
-            "08",
-            "--1",
-            "0x-1",
-            "+-1",
-            "1 2",
-            "1s",
-            "0x8000000000000000",
-        ] {
-            assert_eq!(parse_number(text), None, "{text}");
         }
     }
 

@@ -1,6 +1,6 @@
 //! RDMA configuration from the environment, with NCCL's names and defaults.
 
-use ringsight_comm_base::{env::parse_number, names::NameFilter};
+use ringsight_comm_base::{env, names::NameFilter};
 
 use crate::{
     choice::{Cross, Distance},
@@ -146,7 +146,7 @@ impl Config {
             let Some(value) = lookup(name) else {
                 return Ok(None);
             };
-            match parse_number(&value) {
+            match env::parse(name, &value) {
                 Some(number) if (least..=most).contains(&number) => Ok(Some(number)),
                 _ => Err(InvalidVariable { name, value, wanted }),
             }

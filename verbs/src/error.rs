@@ -1,6 +1,8 @@
 //! Errors: of calls, of ports, and of connections.
 
-use std::{fmt, fs, io};
+use std::{fmt, io};
+
+use ringsight_comm_base::sys::read_text;
 
 /// A call of a device or of the library that failed.
 #[derive(Debug, thiserror::Error)]
@@ -226,7 +228,7 @@ fn locked_limit() -> Option<u64> {
 /// Whether the process has CAP_IPC_LOCK, so that no limit holds for it.
 fn may_lock_all() -> bool {
     const CAP_IPC_LOCK: u32 = 14;
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let status = read_text("/proc/self/status").unwrap_or_default();
     status
         .lines()
         .find_map(|line| line.strip_prefix("CapEff:"))

@@ -1,5 +1,6 @@
-//! Values of variables: the environment's, else those of NCCL's configuration files ([`conf`]). The log reads its settings here; all other
-//! code reads variables by [`crate::env`], which logs them.
+//! Who sets a variable, and what to: the environment, else NCCL's configuration files ([`conf`]).
+//!
+//! The log reads its variables here, and [`crate::env`] those of everything else, which it logs.
 
 mod conf;
 
@@ -16,6 +17,7 @@ static FILES: PerProcess<ConfFiles> = PerProcess::new();
 /// Who set a variable.
 pub(crate) enum Source {
     Environment,
+    /// The file with this path.
     File(&'static str),
 }
 
@@ -35,11 +37,6 @@ pub(crate) fn find(name: &str) -> Option<(String, Source)> {
     }
     let (value, path) = FILES.get().value(name)?;
     Some((value.to_owned(), Source::File(path)))
-}
-
-/// The value of a variable as it was written. Nothing is logged: the log reads its own variables so.
-pub(crate) fn raw(name: &str) -> Option<String> {
-    find(name).map(|(value, _)| value)
 }
 
 /// What is wrong with the configuration files, a sentence each.

@@ -101,14 +101,8 @@ pub type Result<T> = std::result::Result<T, Error>;
 /// The variable is no number.
 pub fn default_timeout() -> Result<Duration> {
     const NAME: &str = "RINGSIGHT_BOOTSTRAP_TIMEOUT_MS";
-    let Some(value) = crate::env::text(NAME) else {
-        return Ok(Duration::from_secs(120));
-    };
-    value.parse().map(Duration::from_millis).map_err(|_| {
-        Error::InvalidArgument(format!(
-            "environment variable {NAME}={value} is not a number of milliseconds"
-        ))
-    })
+    let milliseconds = crate::env::number(NAME).map_err(|error| Error::InvalidArgument(error.text))?;
+    Ok(milliseconds.map_or(Duration::from_secs(120), Duration::from_millis))
 }
 
 /// Makes a unique id and starts its root.
@@ -162,6 +156,8 @@ fn fixed_id(text: &str) -> Result<UniqueId> {
 fn comm_id_addresses(text: &str) -> std::result::Result<(Vec<SocketAddr>, String), String> {
     let bracketed = text.strip_prefix('[').and_then(|rest| rest.split_once("]:"));
     let Some((address, port)) = bracketed else {
+        // The resolver asks over sockets.
+        let _standard = sys::StandardTaken::new();
         let found = text.to_socket_addrs().map_err(|error| error.to_string())?;
         return Ok((found.collect(), text.to_owned()));
     };

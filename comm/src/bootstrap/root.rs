@@ -34,6 +34,8 @@ use crate::log;
 const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
 /// Pause of the listener when the process has no descriptor left.
 const STARVED_PAUSE: Duration = Duration::from_millis(20);
+/// How many bytes may wait for who reads nothing: a table of all ranks that there can be has a tenth of it.
+const MAX_UNSENT: usize = 16 << 20;
 /// Bytes that one read takes.
 const PIECE: usize = 16 << 10;
 
@@ -129,6 +131,10 @@ impl Root {
             }
             self.give_up();
             self.tell_news();
+            let full =
+                |(id, connection): (&Id, &Connection)| (connection.link.unsent() > MAX_UNSENT).then_some(*id);
+            let full: Vec<Id> = self.connections.iter().filter_map(full).collect();
+            full.into_iter().for_each(|id| self.ended(id));
             let now = Instant::now();
             self.connections.retain(|_, connection| match connection.role {
                 Role::Done(deadline) => connection.link.has_unsent() && now < deadline,

@@ -8,7 +8,10 @@ use std::{
     ptr,
 };
 
-use super::{fork::ParentOnly, sys::check};
+use super::{
+    fork::ParentOnly,
+    sys::{StandardTaken, above_standard, check},
+};
 
 /// Longest message, bytes; longer ones are cut and so refused by the parser.
 pub(crate) const MAX_MESSAGE: usize = 1024;
@@ -18,10 +21,13 @@ pub(crate) type Socket = ParentOnly<OwnedFd>;
 
 fn socket() -> io::Result<Socket> {
     let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-    // SAFETY: no pointers; the result is checked.
-    let fd = check(unsafe { libc::socket(libc::AF_UNIX, kind, 0) })?;
-    // SAFETY: a new descriptor that nobody else owns.
-    Ok(ParentOnly::new(unsafe { OwnedFd::from_raw_fd(fd) }))
+    above_standard(|| {
+        // SAFETY: no pointers; the result is checked.
+        let fd = check(unsafe { libc::socket(libc::AF_UNIX, kind, 0) })?;
+        // SAFETY: a new descriptor that nobody else owns.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    })
+    .map(ParentOnly::new)
 }
 
 /// The address of an abstract name: a zero byte and the name, no zero at the end.
@@ -65,10 +71,14 @@ pub(crate) fn connect(name: &str) -> io::Result<Socket> {
 /// The next connection, not blocking.
 pub(crate) fn accept(listener: &Socket) -> io::Result<Socket> {
     let flags = libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-    // SAFETY: null address: we do not ask who it is (its name is empty anyway).
-    let fd = check(unsafe { libc::accept4(listener.as_raw_fd(), ptr::null_mut(), ptr::null_mut(), flags) })?;
-    // SAFETY: a new descriptor that nobody else owns.
-    Ok(ParentOnly::new(unsafe { OwnedFd::from_raw_fd(fd) }))
+    above_standard(|| {
+        // SAFETY: null address: we do not ask who it is (its name is empty anyway).
+        let fd =
+            check(unsafe { libc::accept4(listener.as_raw_fd(), ptr::null_mut(), ptr::null_mut(), flags) })?;
+        // SAFETY: a new descriptor that nobody else owns.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    })
+    .map(ParentOnly::new)
 }
 
 /// Process at the other end, as the kernel saw it when it connected or listened, if it is one of this user or root: an abstract name has no
@@ -152,6 +162,9 @@ pub(crate) fn send(socket: &Socket, bytes: &[u8], fd: Option<BorrowedFd<'_>>) ->
 }
 
 /// Receives one message with the descriptor that came along, not blocking. No bytes: the other end has closed.
+///
+/// # Errors
+/// `EMFILE` if a descriptor came for which this process has no number left: the message is lost, too.
 pub(crate) fn receive(socket: &Socket) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
     let mut bytes = vec![0u8; MAX_MESSAGE];
     let mut part = libc::iovec {
@@ -160,11 +173,14 @@ pub(crate) fn receive(socket: &Socket) -> io::Result<(Vec<u8>, Option<OwnedFd>)>
     };
     let mut control = Control([0; 32]);
     let mut message = message(&mut part, &mut control, size_of::<Control>());
+    // What comes along gets the lowest numbers.
+    let standard = StandardTaken::new();
     // SAFETY: `message` points to `part` and `control`, both writable for the lengths given.
     let got = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC) };
     if got < 0 {
         return Err(io::Error::last_os_error());
     }
+    drop(standard);
     bytes.truncate(got as usize);
     let mut received = None;
     // SAFETY: walks the control messages that the kernel wrote; each `SCM_RIGHTS` descriptor is new and ours to own,
@@ -182,5 +198,52 @@ pub(crate) fn receive(socket: &Socket) -> io::Result<(Vec<u8>, Option<OwnedFd>)>
             header = libc::CMSG_NXTHDR(&raw const message, header);
         }
     }
-    Ok((bytes, received))
+    // The kernel cuts what it finds no numbers for, and what there is no room for: so many descriptors nobody sends.
+    if message.msg_flags & libc::MSG_CTRUNC != 0 {
+        return Err(match received {
+            None => io::Error::from_raw_os_error(libc::EMFILE),
+            Some(_) => io::Error::new(io::ErrorKind::InvalidData, "more descriptors than one came along"),
+        });
+    }
+    received
+        .map(|fd| above_standard(|| Ok(fd)))
+        .transpose()
+        .map(|received| (bytes, received))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{os::fd::AsFd as _, time::Duration};
+
+    use super::{
+        super::sys::{self, interest},
+        *,
+    };
+
+    /// Two ends of a connection.
+    fn pair() -> (Socket, Socket) {
+        let name = format!("ringsight-test-{:016x}", sys::random_u64().unwrap());
+        let listener = listen(&name).unwrap();
+        let client = connect(&name).unwrap();
+        (client, accept(&listener).unwrap())
+    }
+
+    fn next(socket: &Socket) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
+        let _ = sys::poll(
+            &mut [interest(&**socket, libc::POLLIN)],
+            Some(Duration::from_secs(10)),
+        );
+        receive(socket)
+    }
+
+    #[test]
+    fn a_descriptor_comes_with_its_message() {
+        let (client, server) = pair();
+        let file = std::fs::File::open("/dev/null").unwrap();
+        send(&client, b"here", Some(file.as_fd())).unwrap();
+        let (bytes, fd) = next(&server).unwrap();
+        assert_eq!(bytes, b"here");
+        assert!(fd.is_some_and(|fd| fd.as_raw_fd() > libc::STDERR_FILENO));
+        assert!(friend(&server).is_some() && friend(&client).is_some());
+    }
 }

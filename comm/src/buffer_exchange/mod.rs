@@ -354,6 +354,8 @@ impl Shared {
                 generation,
                 access,
             } => {
+                // A rank has one export under a number, however often it says so.
+                pending.retain(|import| (import.from, import.number) != (from, number));
                 let import = Import {
                     from,
                     number,

@@ -234,6 +234,7 @@ impl Server {
         let Some(chunks) = (self.find)(question.number, question.generation) else {
             return send(client, b"\0it is shown no longer", None, &self.ending);
         };
+        let _standard = sys::StandardTaken::new();
         for chunk in &*chunks {
             match device.export_vmm_chunk(chunk) {
                 Ok(fd) => send(client, &[HERE], Some(&fd), &self.ending)?,

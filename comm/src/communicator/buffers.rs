@@ -60,10 +60,10 @@ enum When {
 impl When {
     fn parse(value: Option<&str>) -> Result<Self> {
         let Some(value) = value else { return Ok(Self::New) };
-        match value.parse::<i64>() {
-            Ok(0) => Ok(Self::Never),
-            Ok(_) => Ok(Self::Always),
-            Err(_) => Err(Error::argument(format!(
+        match ringsight_comm_base::env::parse::<i64>("NCCL_CHECK_POINTERS", value) {
+            Some(0) => Ok(Self::Never),
+            Some(_) => Ok(Self::Always),
+            None => Err(Error::argument(format!(
                 "NCCL_CHECK_POINTERS={value} is no number"
             ))),
         }

@@ -203,6 +203,8 @@ static OPENED: OnceLock<Result<Opened>> = OnceLock::new();
 fn open_once() -> Result<&'static Opened> {
     OPENED
         .get_or_init(|| {
+            // The driver keeps descriptors of its own.
+            let _standard = ringsight_comm_base::sys::StandardTaken::new();
             let opened = open(crate::env::text("RINGSIGHT_DEVICE").as_deref());
             crate::log::show_device(|| self::opened()?.current().ok());
             opened

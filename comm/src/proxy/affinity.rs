@@ -35,10 +35,11 @@ impl Cpus {
                 ))
             });
         }
-        match environment(IGNORE).as_deref() {
-            None | Some("0") => Ok(None),
-            Some("1") => Ok(Some(Self([u64::MAX; MAX_CPUS / 64]))),
-            Some(other) => Err(Error::argument(format!(
+        let ignore = environment(IGNORE);
+        match ignore.as_deref().map(|text| (env::parse(IGNORE, text), text)) {
+            None | Some((Some(0_u8), _)) => Ok(None),
+            Some((Some(1), _)) => Ok(Some(Self([u64::MAX; MAX_CPUS / 64]))),
+            Some((_, other)) => Err(Error::argument(format!(
                 "environment variable {IGNORE}={other}: must be 0 or 1"
             ))),
         }

@@ -1,7 +1,7 @@
 //! The client of a proxy's service: of this rank's proxy, or of another rank's on the node.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     io,
     os::fd::OwnedFd,
     sync::{Arc, Mutex, MutexGuard},
@@ -14,7 +14,8 @@ use ringsight_kernels::AbortWord;
 
 use super::{
     Error, Result,
-    message::{Reply, Request, parse_response},
+    message::{Refusal, Reply, Request, parse_response},
+    system,
 };
 use crate::bootstrap::unix;
 
@@ -36,6 +37,8 @@ pub struct ProxyClient {
     socket: unix::Socket,
     /// The rank of the proxy, for messages.
     rank: u32,
+    /// The proxy belongs to this process.
+    own: bool,
     abort: Arc<AbortWord>,
     timeout: Duration,
     state: Mutex<ClientState>,
@@ -44,6 +47,8 @@ pub struct ProxyClient {
 #[derive(Default)]
 struct ClientState {
     last_id: u64,
+    /// Requests whose responses have not arrived.
+    outstanding: HashSet<u64>,
     /// Responses that have arrived and not been taken.
     arrived: HashMap<u64, Response>,
 }
@@ -52,7 +57,7 @@ impl ProxyClient {
     /// Connects to the proxy of `rank` at `name` ([`super::ProxyAddress::unix`]).
     ///
     /// # Errors
-    /// [`Error::PeerLost`] when nobody listens there.
+    /// [`Error::PeerLost`] when nobody listens there, or a process of another user; [`Error::System`] when this process has no descriptor left.
     pub fn connect(name: &str, rank: u32, abort: Arc<AbortWord>, timeout: Duration) -> Result<Self> {
         let deadline = Instant::now() + timeout;
         let socket = loop {
@@ -65,17 +70,27 @@ impl ProxyClient {
                     }
                     thread::sleep(Duration::from_millis(2));
                 }
+                Err(error) if sys::is_starved(&error) => {
+                    return Err(system(&format!("connecting to the proxy of rank {rank}"))(error));
+                }
                 Err(error) => {
                     return Err(Error::PeerLost(format!(
-                        "the proxy of rank {rank} does not answer at @{name} ({error}): its process is gone or in \
+                        "the proxy of rank {rank} does not answer at @{name} ({error}): its rank has failed or ended, or is in \
                          another network namespace (set NCCL_HOSTID apart for such ranks)"
                     )));
                 }
             }
         };
+        // The name of a proxy that is gone is free for everybody, and the secret is for the ranks alone.
+        let Some(pid) = unix::friend(&socket) else {
+            return Err(Error::PeerLost(format!(
+                "the proxy of rank {rank} is gone: a process of another user listens at @{name}"
+            )));
+        };
         Ok(Self {
             socket,
             rank,
+            own: pid.cast_unsigned() == std::process::id(),
             abort,
             timeout,
             state: Mutex::default(),
@@ -95,6 +110,7 @@ impl ProxyClient {
         let mut state = self.state();
         state.last_id += 1;
         let id = state.last_id;
+        state.outstanding.insert(id);
         drop(state);
         let bytes = request.encode(id);
         loop {
@@ -122,24 +138,32 @@ impl ProxyClient {
             match unix::receive(&self.socket) {
                 Ok((bytes, _)) if bytes.is_empty() => return Err(self.lost("it closed the connection")),
                 Ok((bytes, fd)) => {
-                    let (id, outcome) = parse_response(&bytes).ok_or_else(|| {
-                        Error::Protocol(format!("the proxy of rank {} answers rubbish", self.rank))
-                    })?;
-                    let refused =
-                        |text| Error::Refused(format!("the proxy of rank {} refuses: {text}", self.rank));
-                    state.arrived.insert(
-                        id,
-                        Response {
-                            outcome: outcome.map_err(refused),
-                            fd,
-                        },
-                    );
+                    // An answer that nobody asked for would be kept for good, with its descriptor.
+                    let (id, outcome) = parse_response(&bytes)
+                        .filter(|(id, _)| state.outstanding.remove(id))
+                        .ok_or_else(|| {
+                            Error::Protocol(format!("the proxy of rank {} answers rubbish", self.rank))
+                        })?;
+                    let outcome = outcome.map_err(|refusal| self.refused(refusal));
+                    state.arrived.insert(id, Response { outcome, fd });
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                Err(error) if sys::is_starved(&error) => {
+                    let what = format!("receiving a descriptor of the proxy of rank {}", self.rank);
+                    return Err(system(&what)(error));
+                }
                 Err(error) => return Err(self.lost(&error.to_string())),
             }
         }
+    }
+
+    /// The error of a request that the proxy does not grant. What a proxy of this process lacks, this process lacks.
+    fn refused(&self, Refusal { text, is_starved }: Refusal) -> Error {
+        if is_starved && self.own {
+            return system(&format!("the proxy of rank {}", self.rank))(io::Error::other(text));
+        }
+        Error::Refused(format!("the proxy of rank {} refuses: {text}", self.rank))
     }
 
     /// Sends a request and waits for the response.
@@ -204,5 +228,89 @@ impl ProxyClient {
 
     fn lost(&self, what: &str) -> Error {
         Error::PeerLost(format!("the proxy of rank {} is gone: {what}", self.rank))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::{super::message::encode_response, *};
+
+    const PATIENCE: Duration = Duration::from_secs(10);
+
+    fn name() -> String {
+        format!("ringsight-test-{:016x}", sys::random_u64().unwrap())
+    }
+
+    #[test]
+    fn an_answer_that_nobody_asked_for_is_not_kept() {
+        let name = name();
+        let listener = unix::listen(&name).unwrap();
+        let client = ProxyClient::connect(&name, 3, Arc::default(), PATIENCE).unwrap();
+        let proxy = unix::accept(&listener).unwrap();
+        let id = client.call_async(&Request::Stop).unwrap();
+        unix::send(&proxy, &encode_response(id.0 + 1, &Ok(Reply::Stop)), None).unwrap();
+        let error = client.wait_for(id).unwrap_err();
+        assert!(
+            matches!(&error, Error::Protocol(text) if text == "the proxy of rank 3 answers rubbish"),
+            "{error}"
+        );
+        // One that was asked for comes once.
+        let answer = encode_response(id.0, &Ok(Reply::Stop));
+        unix::send(&proxy, &answer, None).unwrap();
+        unix::send(&proxy, &answer, None).unwrap();
+        assert_eq!(client.wait_for(id).unwrap().outcome.unwrap(), Reply::Stop);
+        assert!(matches!(client.wait_for(id), Err(Error::Protocol(_))));
+    }
+
+    #[test]
+    fn want_of_this_process_is_no_failure_of_a_peer() {
+        let name = name();
+        let _listener = unix::listen(&name).unwrap();
+        let client = ProxyClient::connect(&name, 3, Arc::default(), PATIENCE).unwrap();
+        let refusal = |is_starved| Refusal {
+            text: "Too many open files".into(),
+            is_starved,
+        };
+        assert!(matches!(client.refused(refusal(false)), Error::Refused(_)));
+        let starved = client.refused(refusal(true));
+        assert!(matches!(&starved, Error::System { .. }));
+        assert_eq!(starved.to_string(), "the proxy of rank 3: Too many open files");
+    }
+
+    #[test]
+    fn the_secret_is_not_told_to_another_user() {
+        // SAFETY: no arguments.
+        if unsafe { libc::geteuid() } != 0 {
+            // A user cannot play another one.
+            println!("skipped: the_secret_is_not_told_to_another_user: needs root");
+            return;
+        }
+        let (name, other) = (name(), 65534);
+        let (listens, is_listening) = mpsc::channel();
+        let (done, is_done) = mpsc::channel::<()>();
+        thread::scope(|scope| {
+            let name = &name;
+            scope.spawn(move || {
+                // The call of the C library would change the user of all threads.
+                // SAFETY: numbers of users.
+                let changed = unsafe { libc::syscall(libc::SYS_setresuid, other, other, other) };
+                assert_eq!(changed, 0);
+                let listener = unix::listen(name).unwrap();
+                listens.send(()).unwrap();
+                let _ = is_done.recv();
+                drop(listener);
+            });
+            is_listening.recv().unwrap();
+            let refused = ProxyClient::connect(name, 3, Arc::default(), PATIENCE)
+                .map(|_| ())
+                .unwrap_err();
+            assert!(
+                matches!(&refused, Error::PeerLost(text) if text.contains("a process of another user")),
+                "{refused}"
+            );
+            drop(done);
+        });
     }
 }

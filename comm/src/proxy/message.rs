@@ -1,17 +1,19 @@
 //! Requests to a proxy's service, and its responses; one message each.
 
-use std::net::SocketAddr;
+use std::{io, net::SocketAddr};
+
+use ringsight_comm_base::sys;
 
 pub use crate::op::{Endpoint, Transport};
 
 use crate::bootstrap::{
     id::{decode_address, encode_address},
-    wire::word,
+    wire::{printable, word},
 };
 
 /// First four bytes of every message: "RSPX".
 const MAGIC: u32 = u32::from_le_bytes(*b"RSPX");
-const VERSION: u16 = 3;
+const VERSION: u16 = 4;
 /// Magic u32 | version u16 | kind u16 | request id u64.
 const HEADER: usize = 16;
 /// Longest text of a refusal, bytes.
@@ -92,6 +94,34 @@ pub enum Reply {
     Stop,
     /// To [`Request::Destroy`].
     Destroy,
+}
+
+/// Why a request was not granted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// The reason.
+    pub text: String,
+    /// The proxy's process, or its system, has no descriptor or memory left.
+    pub is_starved: bool,
+}
+
+impl From<String> for Refusal {
+    fn from(text: String) -> Self {
+        Self {
+            text,
+            is_starved: false,
+        }
+    }
+}
+
+impl Refusal {
+    /// A refusal because a call of the system failed.
+    pub(super) fn system(what: &str, error: &io::Error) -> Self {
+        Self {
+            text: format!("{what}: {error}"),
+            is_starved: sys::is_starved(error),
+        }
+    }
 }
 
 struct Writer(Vec<u8>);
@@ -250,13 +280,14 @@ impl Request {
     }
 }
 
-/// Kinds of responses: that of the request with this bit, or [`REFUSED`].
+/// Kinds of responses: that of the request with this bit, or one of the refusals.
 const RESPONSE: u16 = 0x8000;
 const REFUSED: u16 = 0xffff;
+const STARVED: u16 = 0xfffe;
 
 /// The message that answers request `id`; a refusal's text is cut at 512 bytes.
 #[must_use]
-pub fn encode_response(id: u64, response: &Result<Reply, String>) -> Vec<u8> {
+pub fn encode_response(id: u64, response: &Result<Reply, Refusal>) -> Vec<u8> {
     let writer = |kind| Writer::new(RESPONSE | kind, id);
     match response {
         Ok(Reply::Init { connection }) => writer(1).u32(*connection),
@@ -266,8 +297,9 @@ pub fn encode_response(id: u64, response: &Result<Reply, String>) -> Vec<u8> {
         Ok(Reply::GetFd) => writer(5),
         Ok(Reply::Stop) => writer(6),
         Ok(Reply::Destroy) => writer(7),
-        Err(text) => {
-            let mut writer = writer(REFUSED);
+        Err(Refusal { text, is_starved }) => {
+            // Both have the bit.
+            let mut writer = writer(if *is_starved { STARVED } else { REFUSED });
             writer
                 .0
                 .extend(&text.as_bytes()[..text.floor_char_boundary(MAX_TEXT)]);
@@ -277,12 +309,24 @@ pub fn encode_response(id: u64, response: &Result<Reply, String>) -> Vec<u8> {
     .0
 }
 
+/// The refusal in place of a response, which is one of [`encode_response`].
+pub(super) fn refuse(response: &[u8], refusal: Refusal) -> Vec<u8> {
+    let id = open(response).map_or(0, |(_, id, _)| id);
+    encode_response(id, &Err(refusal))
+}
+
 /// Reads a response: (id, outcome). `None` for anything that [`encode_response`] does not write.
 #[must_use]
-pub fn parse_response(bytes: &[u8]) -> Option<(u64, Result<Reply, String>)> {
+pub fn parse_response(bytes: &[u8]) -> Option<(u64, Result<Reply, Refusal>)> {
     let (kind, id, body) = open(bytes)?;
     let reply = match (kind, body.len()) {
-        (REFUSED, _) => return Some((id, Err(String::from_utf8_lossy(body).into_owned()))),
+        (REFUSED | STARVED, _) => {
+            let refusal = Refusal {
+                text: printable(body),
+                is_starved: kind == STARVED,
+            };
+            return Some((id, Err(refusal)));
+        }
         (0x8001, 4) => Reply::Init {
             connection: word(body, 0)?,
         },
@@ -363,7 +407,7 @@ mod tests {
         }
 
         #[test]
-        fn responses_survive(id: u64, handle: u64, small: u32, text in ".{0,200}") {
+        fn responses_survive(id: u64, handle: u64, small: u32, text in "\\PC{0,200}", is_starved: bool) {
             for response in [
                 Ok(Reply::Init { connection: small }),
                 Ok(Reply::SharedInit),
@@ -376,8 +420,11 @@ mod tests {
             ] {
                 prop_assert_eq!(parse_response(&encode_response(id, &response)), Some((id, response)));
             }
-            let (_, refused) = parse_response(&encode_response(id, &Err(text.clone()))).unwrap();
-            prop_assert!(text.starts_with(&refused.unwrap_err()));
+            let refusal = Refusal { text: text.clone(), is_starved };
+            let (_, refused) = parse_response(&encode_response(id, &Err(refusal))).unwrap();
+            let refused = refused.unwrap_err();
+            prop_assert!(text.starts_with(&refused.text));
+            prop_assert_eq!(refused.is_starved, is_starved);
         }
 
         #[test]

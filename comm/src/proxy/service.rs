@@ -29,7 +29,7 @@ use peers::Outgoing;
 
 use super::{
     Ports, ProxyConfig, engine,
-    message::{Reply, Request, encode_response},
+    message::{Refusal, Reply, Request, encode_response, refuse},
     progress::{Command, Progress},
 };
 use crate::{
@@ -42,14 +42,16 @@ use crate::{
 const MAX_CHANNELS: u8 = 64;
 /// Responses that a client may leave unread before it is dropped.
 const MAX_UNREAD: usize = 1024;
+/// How many clients are accepted, and how many requests of one are answered, before the others have their turn.
+const TURN: usize = 64;
 /// Pause of the listeners when the process has no descriptor left.
 const STARVED_PAUSE: Duration = Duration::from_millis(20);
 
 /// A client of the service.
 struct Client {
     socket: unix::Socket,
-    /// It has presented the secret.
-    trusted: bool,
+    /// The rank that it asks for, once it has presented the secret.
+    rank: Option<u32>,
     /// It belongs to this process.
     own: bool,
     /// Responses that the socket has not accepted yet, with the handle of the descriptor that goes along.
@@ -214,7 +216,7 @@ impl Service {
 
     /// Accepts clients. Returns false if the process has no descriptor left.
     fn accept_clients(&mut self) -> bool {
-        loop {
+        for _ in 0..TURN {
             match unix::accept(&self.unix) {
                 Ok(socket) => {
                     if let Some(pid) = unix::friend(&socket) {
@@ -222,7 +224,7 @@ impl Service {
                         self.next_client += 1;
                         let client = Client {
                             socket,
-                            trusted: false,
+                            rank: None,
                             own,
                             unsent: VecDeque::new(),
                         };
@@ -235,11 +237,12 @@ impl Service {
                 },
             }
         }
+        true
     }
 
     /// Reads and answers a client's requests. Returns false if the client is gone or breaks the protocol.
     fn serve_client(&mut self, id: u64) -> bool {
-        loop {
+        for _ in 0..TURN {
             let Some(client) = self.clients.get_mut(&id) else {
                 return false;
             };
@@ -267,21 +270,22 @@ impl Service {
                 self.respond(asked, &response, fd);
             }
         }
+        true
     }
 
     /// Logs the outcome of a request; `None`: it is under way.
-    fn log(&self, operation: &str, response: Option<&Result<Reply, String>>) {
+    fn log(&self, operation: &str, response: Option<&Result<Reply, Refusal>>) {
         let rank = self.config.rank;
         match response {
             Some(Ok(_)) => tracing::info!(target: PROXY, "Proxy of rank {rank} : operation={operation} done"),
-            Some(Err(text)) => {
+            Some(Err(Refusal { text, .. })) => {
                 tracing::info!(target: PROXY, "Proxy of rank {rank} : operation={operation} refused: {text}");
             }
             None => tracing::info!(target: PROXY, "Proxy of rank {rank} : operation={operation} begun"),
         }
     }
 
-    fn respond(&mut self, (client, request): (u64, u64), response: &Result<Reply, String>, fd: Option<u64>) {
+    fn respond(&mut self, (client, request): (u64, u64), response: &Result<Reply, Refusal>, fd: Option<u64>) {
         if let Some(client) = self.clients.get_mut(&client) {
             client.unsent.push_back((encode_response(request, response), fd));
             flush(client, &self.fds); // polling finds a broken client
@@ -289,22 +293,14 @@ impl Service {
     }
 
     /// The response to a request; `None` if it comes later.
-    fn answer(&mut self, asked: (u64, u64), request: Request) -> Option<Result<Reply, String>> {
-        let client = &self.clients[&asked.0];
-        if let Request::Init { cookie, .. } = request {
-            if cookie != self.config.cookie {
-                return Some(Err("wrong secret: this proxy serves another communicator".into()));
-            }
-        } else if !client.trusted {
-            return Some(Err("no Init with the communicator's secret yet".into()));
-        }
-        if matches!(request, Request::Stop | Request::Destroy { .. }) && !client.own {
-            return Some(Err("only the proxy's own process may stop it".into()));
+    fn answer(&mut self, asked: (u64, u64), request: Request) -> Option<Result<Reply, Refusal>> {
+        if let Err(text) = self.check_right(asked.0, request) {
+            return Some(Err(text.into()));
         }
         Some(match request {
             Request::Init { rank, endpoint, .. } => {
                 if let Some(client) = self.clients.get_mut(&asked.0) {
-                    client.trusted = true;
+                    client.rank = Some(rank);
                 }
                 self.init(rank, endpoint)
                     .map(|connection| Reply::Init { connection })
@@ -321,7 +317,7 @@ impl Service {
             }),
             Request::Connect { connection, address } => return self.connect(asked, connection, address),
             Request::GetFd { handle } if self.fds.contains_key(&handle) => Ok(Reply::GetFd),
-            Request::GetFd { handle } => Err(format!("no descriptor has handle {handle:#x}")),
+            Request::GetFd { handle } => Err(format!("no descriptor has handle {handle:#x}").into()),
             Request::Stop => {
                 self.stopping.push(asked);
                 return None;
@@ -330,8 +326,56 @@ impl Service {
         })
     }
 
+    /// Whether a client may ask this. The proxy's own process may ask everything; another rank's only for what its rank sends in shared memory.
+    fn check_right(&self, client: u64, request: Request) -> Result<(), String> {
+        let own = self.config.rank;
+        let Client {
+            rank: known,
+            own: is_own,
+            ..
+        } = self.clients[&client];
+        let connection = match request {
+            Request::Init { cookie, .. } if cookie != self.config.cookie => {
+                return Err("wrong secret: this proxy serves another communicator".into());
+            }
+            Request::Init { .. } if is_own => return Ok(()),
+            Request::Init { rank, .. } if rank == own => {
+                return Err(format!("only the proxy's own process asks as rank {rank}"));
+            }
+            Request::Init { rank, .. } if known.is_some_and(|known| known != rank) => {
+                return Err(format!("rank {rank} asks over another rank's connection"));
+            }
+            Request::Init { .. } => return Ok(()),
+            _ if known.is_none() => return Err("no Init with the communicator's secret yet".into()),
+            Request::Stop | Request::Destroy { .. } if !is_own => {
+                return Err("only the proxy's own process may stop it".into());
+            }
+            // The handle is a secret, too.
+            Request::Stop | Request::Destroy { .. } | Request::GetFd { .. } => return Ok(()),
+            Request::SharedInit { connection, .. }
+            | Request::Setup { connection }
+            | Request::Connect { connection, .. } => connection,
+        };
+        let is_theirs = |connection: &Connection| {
+            let Endpoint {
+                peer,
+                is_send,
+                transport,
+                ..
+            } = connection.endpoint;
+            Some(peer) == known && !is_send && transport == Transport::Shm
+        };
+        match self.connections.get(&connection) {
+            Some(connection) if !is_own && !is_theirs(connection) => {
+                Err("the connection is none of the rank that asks".into())
+            }
+            // That there is none is said where it is used.
+            _ => Ok(()),
+        }
+    }
+
     /// Finds or makes the connection of an endpoint.
-    fn init(&mut self, rank: u32, endpoint: Endpoint) -> Result<u32, String> {
+    fn init(&mut self, rank: u32, endpoint: Endpoint) -> Result<u32, Refusal> {
         let Endpoint {
             peer,
             channel,
@@ -341,14 +385,13 @@ impl Service {
         } = endpoint;
         let ProxyConfig { rank: own, ranks, .. } = self.config;
         if peer >= ranks || peer == own || channel >= MAX_CHANNELS {
-            return Err(format!(
-                "no connection between rank {own} and rank {peer} on channel {channel}"
-            ));
+            let text = format!("no connection between rank {own} and rank {peer} on channel {channel}");
+            return Err(text.into());
         }
         if rank != own && (rank != peer || is_send || transport != Transport::Shm) {
-            return Err(format!(
-                "rank {rank} may ask for what it sends to rank {own} in shared memory, no more"
-            ));
+            let text =
+                format!("rank {rank} may ask for what it sends to rank {own} in shared memory, no more");
+            return Err(text.into());
         }
         if let Some(id) = self.by_endpoint.get(&endpoint) {
             return Ok(*id);
@@ -380,18 +423,19 @@ impl Service {
             .ok_or_else(|| format!("there is no connection {id}"))
     }
 
-    fn shared_init(&mut self, id: u32, slot_bytes: u32) -> Result<(), String> {
+    fn shared_init(&mut self, id: u32, slot_bytes: u32) -> Result<(), Refusal> {
         let own = self.config.slot_bytes;
         let progress = Arc::clone(&self.progress);
         let connection = self.connection(id)?;
         if slot_bytes as usize != own {
-            return Err(format!(
+            let text = format!(
                 "slots of {slot_bytes} bytes, its own have {own}: NCCL_BUFFSIZE differs between ranks"
-            ));
+            );
+            return Err(text.into());
         }
         if connection.endpoint.transport == Transport::NetSocket {
             engine::ensure_started(&progress)
-                .map_err(|error| format!("starting the progress thread: {error}"))?;
+                .map_err(|error| Refusal::system("starting the progress thread", &error))?;
         }
         if connection.stage == Stage::Initialised {
             connection.stage = Stage::Shared;
@@ -399,16 +443,17 @@ impl Service {
         Ok(())
     }
 
-    fn set_up(&mut self, id: u32) -> Result<u64, String> {
+    fn set_up(&mut self, id: u32) -> Result<u64, Refusal> {
         let slot_bytes = self.config.slot_bytes;
         let connection = self.connection(id)?;
         if let Some(handle) = connection.handle {
             return Ok(handle);
         }
         if connection.stage != Stage::Shared {
-            return Err(format!("Setup of connection {id} before SharedInit"));
+            return Err(format!("Setup of connection {id} before SharedInit").into());
         }
-        let failed = |error: io::Error| format!("allocating a FIFO of {slot_bytes}-byte slots: {error}");
+        let what = format!("allocating a FIFO of {slot_bytes}-byte slots");
+        let failed = |error: io::Error| Refusal::system(&what, &error);
         let fd = fifo_memory::create(Fifo::memory_bytes(slot_bytes)).map_err(failed)?;
         // Unguessable, so that a handle grants access to its descriptor.
         let handle = sys::random_u64().map_err(failed)?;
@@ -431,10 +476,10 @@ impl Service {
         asked: (u64, u64),
         id: u32,
         address: Option<SocketAddr>,
-    ) -> Option<Result<Reply, String>> {
+    ) -> Option<Result<Reply, Refusal>> {
         let connection = match self.connection(id) {
             Ok(connection) => connection,
-            Err(text) => return Some(Err(text)),
+            Err(text) => return Some(Err(text.into())),
         };
         match connection.stage {
             Stage::Connected => {
@@ -443,9 +488,11 @@ impl Service {
                 }));
             }
             Stage::SetUp => {}
-            Stage::Connecting => return Some(Err(format!("connection {id} is being connected already"))),
+            Stage::Connecting => {
+                return Some(Err(format!("connection {id} is being connected already").into()));
+            }
             Stage::Initialised | Stage::Shared => {
-                return Some(Err(format!("Connect of connection {id} before Setup")));
+                return Some(Err(format!("Connect of connection {id} before Setup").into()));
             }
         }
         if connection.endpoint.transport == Transport::Shm || !connection.endpoint.is_send {
@@ -462,20 +509,19 @@ impl Service {
             }));
         }
         let Some(address) = address else {
-            return Some(Err(format!(
-                "Connect of connection {id} without the peer's address"
-            )));
+            let text = format!("Connect of connection {id} without the peer's address");
+            return Some(Err(text.into()));
         };
         let prepared = match self.prepare(id, None) {
             Ok(prepared) => prepared,
-            Err(text) => return Some(Err(text)),
+            Err(text) => return Some(Err(text.into())),
         };
         let address = on_link_of(&self.config.listen, address);
         match sys::connect_start(&address) {
             Ok(stream) => {
                 let connection = match self.connection(id) {
                     Ok(connection) => connection,
-                    Err(text) => return Some(Err(text)),
+                    Err(text) => return Some(Err(text.into())),
                 };
                 connection.stage = Stage::Connecting;
                 self.outgoing.push(Outgoing {
@@ -489,11 +535,11 @@ impl Service {
                 });
                 None
             }
-            Err(error) => Some(Err(format!("connecting to {address}: {error}"))),
+            Err(error) => Some(Err(Refusal::system(&format!("connecting to {address}"), &error))),
         }
     }
 
-    fn destroy(&mut self, id: u32) -> Result<(), String> {
+    fn destroy(&mut self, id: u32) -> Result<(), Refusal> {
         let connection = self
             .connections
             .remove(&id)
@@ -515,6 +561,15 @@ fn flush(client: &mut Client, fds: &HashMap<u64, OwnedFd>) -> bool {
         match unix::send(&client.socket, bytes, fd.map(AsFd::as_fd)) {
             Ok(()) => drop(client.unsent.pop_front()),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            // As many descriptors of this user are on their way as a process may have open.
+            Err(error) if error.raw_os_error() == Some(libc::ETOOMANYREFS) && handle.is_some() => {
+                let refusal = Refusal {
+                    text: format!("sending a descriptor: {error}"),
+                    is_starved: true,
+                };
+                let bytes = refuse(bytes, refusal);
+                client.unsent[0] = (bytes, None);
+            }
             Err(error) => return error.kind() == io::ErrorKind::WouldBlock,
         }
     }

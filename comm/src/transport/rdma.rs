@@ -121,7 +121,8 @@ enum Absence {
 fn find() -> std::result::Result<Option<Rdma>, Absence> {
     let config =
         Config::from_environment(env::text).map_err(|error| Absence::InvalidVariable(error.to_string()))?;
-    let settings = Settings::read(env::text).map_err(|error| Absence::InvalidVariable(error.to_string()))?;
+    let settings =
+        Settings::read(env::text, env::parse).map_err(|error| Absence::InvalidVariable(error.to_string()))?;
     let Some(config) = config else {
         tracing::info!(target: log::NET, "NET/IB : NCCL_IB_DISABLE is set");
         return Ok(None);

@@ -175,7 +175,8 @@ impl Sender {
                 self.credit_bytes = 0;
                 let granted = parse_credit(&self.credit)
                     .ok_or_else(|| ConnectionError::protocol("the peer sent something that is no credit"))?;
-                if granted < self.granted || granted > self.sent + SLOTS as u64 {
+                // A credit grants more than the one before it: any number of others would keep this thread from other connections.
+                if granted <= self.granted || granted > self.sent + SLOTS as u64 {
                     return Err(ConnectionError::Protocol(format!(
                         "the peer grants {granted} steps after {}, with {} sent and {SLOTS} slots",
                         self.granted, self.sent

@@ -103,6 +103,8 @@ pub(crate) enum HelloReply {
     Taken,
     /// No such rank or channel, or the receiver could not make its end.
     Impossible,
+    /// The receiver's process has no descriptor or memory left for its end.
+    Starved,
 }
 
 impl HelloReply {
@@ -115,6 +117,7 @@ impl HelloReply {
             Self::Impossible => (3, 0),
             Self::Rdma => (4, 0),
             Self::Sockets(bytes) => (5, bytes),
+            Self::Starved => (6, 0),
         };
         let mut bytes = [0; HELLO_REPLY_BYTES];
         for (place, value) in bytes
@@ -136,6 +139,7 @@ impl HelloReply {
             (true, 3, 0) => Some(Self::Impossible),
             (true, 4, 0) => Some(Self::Rdma),
             (true, 5, bytes) if bytes <= MAX_REASON => Some(Self::Sockets(bytes)),
+            (true, 6, 0) => Some(Self::Starved),
             _ => None,
         }
     }
@@ -268,7 +272,7 @@ mod tests {
             bytes[flip] ^= 1 << bit;
             prop_assert_eq!(Hello::parse(&bytes, cookie), None);
             prop_assert_eq!(Hello::parse(&rubbish, cookie), None);
-            for reply in [HelloReply::Welcome, HelloReply::OtherSlots(slot_bytes), HelloReply::Taken, HelloReply::Impossible, HelloReply::Rdma, HelloReply::Sockets(slot_bytes % (MAX_REASON + 1))] {
+            for reply in [HelloReply::Welcome, HelloReply::OtherSlots(slot_bytes), HelloReply::Taken, HelloReply::Impossible, HelloReply::Starved, HelloReply::Rdma, HelloReply::Sockets(slot_bytes % (MAX_REASON + 1))] {
                 prop_assert_eq!(HelloReply::parse(&reply.encode()), Some(reply));
             }
             let header = StepHeader { op: from, step: to, steps: slot_bytes, bytes: 7, tag: !from };

@@ -10,7 +10,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use ringsight_comm_base::{env, log};
+use ringsight_comm_base::{env, log, sys::StandardTaken};
 use ringsight_dump::{Format, Group, Moment};
 
 use super::{Watch, message::WatchdogMessage, thread::watches_of_rank};
@@ -96,6 +96,8 @@ fn write(device: i32, groups: &[Group], prefixes: &[(PathBuf, Format)]) {
     };
     let operations: Vec<_> = pages.descriptions().collect();
     let dump = ringsight_dump::dump(groups, &operations, &moment);
+    // What a program writes to a closed descriptor goes into no dump.
+    let _standard = StandardTaken::new();
     for (prefix, format) in prefixes {
         let line = match ringsight_dump::write(prefix, main.rank, *format, &dump) {
             Ok(path) => format!("what rank {} is in is written to {}", main.rank, path.display()),

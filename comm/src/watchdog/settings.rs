@@ -169,13 +169,7 @@ fn threshold_by_name(list: &str, communicator: &str) -> Result<Option<Duration>>
 }
 
 fn milliseconds(name: &str, default: u64) -> Result<Duration> {
-    let Some(value) = env::text(name) else {
-        return Ok(Duration::from_millis(default));
-    };
-    value
-        .parse()
-        .map(Duration::from_millis)
-        .map_err(|_| Error::argument(format!("{name}={value} is not a number of milliseconds")))
+    Ok(Duration::from_millis(env::number(name)?.unwrap_or(default)))
 }
 
 #[cfg(test)]

@@ -29,6 +29,7 @@ mod plans;
 mod processes;
 mod rdma;
 mod records;
+mod reports;
 mod transport;
 
 use std::{env, process::ExitCode};
@@ -104,7 +105,14 @@ const BODIES: &[(&str, fn())] = bodies![
     rdma::stalls::network_away,
     rdma::verdicts::path_found_dead,
     records::network,
+    reports::unique_id_alone,
+    reports::two_nodes,
+    reports::one_of_two,
+    reports::splits_without_end,
+    reports::without_standard_descriptors,
+    reports::without_readers,
     transport::ring,
+    transport::stranger,
 ];
 
 fn main() -> ExitCode {

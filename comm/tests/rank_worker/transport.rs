@@ -4,12 +4,22 @@
 #[expect(dead_code, reason = "shared with the tests")]
 mod ranks;
 
-use std::thread;
+use std::{sync::Arc, thread};
 
 use ranks::{PATIENCE, Rank, consume, produce, seed};
-use ringsight_comm::bootstrap::{self, UniqueId};
+use ringsight_comm::{
+    bootstrap::{self, UniqueId},
+    proxy::{
+        ProxyAddress,
+        client::ProxyClient,
+        message::{Endpoint, Request, Transport},
+    },
+};
 
-use crate::common::processes::place_of_process;
+use crate::common::{
+    processes::{place_of_process, variable},
+    variables::{ID, PLACE, WHAT},
+};
 
 /// One of four ranks, of which rank 3 is killed in the second operation.
 pub(crate) fn ring() {
@@ -58,5 +68,47 @@ pub(crate) fn ring() {
     match rank.bootstrap.barrier() {
         Err(bootstrap::Error::PeerLost { rank: 3, .. }) => {}
         other => panic!("{other:?}"),
+    }
+}
+
+/// A process that is none of rank 0's asks rank 0's proxy, as rank 1, and prints the answers.
+pub(crate) fn stranger() {
+    let address: ProxyAddress = variable(WHAT).parse().unwrap();
+    let place = variable(PLACE);
+    let (theirs, ours) = place.split_once(' ').unwrap();
+    let (theirs, ours): (u32, u32) = (theirs.parse().unwrap(), ours.parse().unwrap());
+    let client = ProxyClient::connect(&address.unix, 0, Arc::default(), PATIENCE).unwrap();
+    let init = |rank, channel| Request::Init {
+        cookie: variable(ID).parse().unwrap(),
+        rank,
+        endpoint: Endpoint {
+            comm: 0,
+            peer: 1,
+            channel,
+            p2p: true,
+            is_send: false,
+            transport: Transport::Shm,
+        },
+    };
+    let slot_bytes = ranks::SLOT as u32;
+    for request in [
+        Request::Setup { connection: theirs },
+        init(0, 4),
+        init(1, 4),
+        Request::SharedInit {
+            connection: theirs,
+            slot_bytes,
+        },
+        Request::Setup { connection: theirs },
+        Request::Setup { connection: ours },
+        Request::Connect {
+            connection: ours,
+            address: Some(address.tcp),
+        },
+        init(2, 4),
+        Request::Stop,
+        Request::Destroy { connection: theirs },
+    ] {
+        println!("{:?}", client.call_blocking(&request));
     }
 }

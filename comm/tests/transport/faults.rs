@@ -1,16 +1,19 @@
 //! Peers that die, disagree or talk rubbish, and the abort word.
 
 use std::{
-    io::Write,
-    net::TcpStream,
+    io::{Read as _, Write},
+    net::{TcpListener, TcpStream},
     sync::atomic::{AtomicI32, Ordering},
     thread,
     time::{Duration, Instant},
 };
 
-use ringsight_comm::proxy::{Error, ProxyAddress, client::ProxyClient};
+use ringsight_comm::proxy::{ConnectionId, Error, ProxyAddress, client::ProxyClient, message::Request};
 
-use super::ranks::{PATIENCE, consume, produce, seed, turn, wait_for, world};
+use super::{
+    ranks::{PATIENCE, consume, produce, seed, turn, wait_for, world},
+    requests::{client_of, connect_to, set_up},
+};
 
 #[test]
 fn a_peer_that_dies_is_named_and_stop_returns() {
@@ -41,6 +44,35 @@ fn a_peer_that_dies_is_named_and_stop_returns() {
             matches!(&error, Error::Refused(text) if text.contains("rank 1")),
             "{error}"
         );
+    });
+}
+
+/// One thread drives all connections of a rank: a peer that always has something to say must not keep it.
+#[test]
+fn a_peer_that_grants_nothing_new_without_end_fails_the_connection() {
+    let _turn = turn();
+    world(&[1, 2], |rank| {
+        if rank.rank() == 1 {
+            return rank.bootstrap.barrier().unwrap();
+        }
+        let client = client_of(&rank);
+        let connection = connect_to(&rank, &client, 1, 0, true);
+        set_up(&client, connection);
+        let peer = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = Some(peer.local_addr().unwrap());
+        let connecting = client
+            .call_async(&Request::Connect { connection, address })
+            .unwrap();
+        let (mut stream, _) = peer.accept().unwrap();
+        stream.read_exact(&mut [0; 40]).unwrap(); // its hello
+        stream.write_all(b"RSNT\0\0\0\0\0\0\0\0").unwrap(); // welcome
+        client.wait_for(connecting).unwrap().outcome.unwrap();
+        rank.post(rank.op(ConnectionId(connection), 1, true, (1, 5)));
+        let credits = [&b"RSCR"[..], &1_u64.to_le_bytes()].concat().repeat(1024);
+        while stream.write_all(&credits).is_ok() {}
+        let text = rank.errors.recv_timeout(PATIENCE).unwrap();
+        assert!(text.contains("the peer grants 1 steps after 1"), "{text}");
+        rank.bootstrap.barrier().unwrap();
     });
 }
 

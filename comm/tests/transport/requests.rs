@@ -17,15 +17,19 @@ use ringsight_comm::proxy::{
 use ringsight_kernels::Fifo;
 
 use super::ranks::{PATIENCE, Rank, SLOT, turn, world};
+use crate::common::{
+    processes::alone,
+    variables::{ID, PLACE, WHAT},
+};
 
 /// A client of the rank's own proxy.
-fn client_of(rank: &Rank) -> ProxyClient {
+pub(super) fn client_of(rank: &Rank) -> ProxyClient {
     let address: ProxyAddress = rank.proxy.address().parse().unwrap();
     ProxyClient::connect(&address.unix, rank.rank(), rank.abort.clone(), PATIENCE).unwrap()
 }
 
 /// The rank's connection for sending to `peer` over the network, or for receiving from it in shared memory.
-fn connect_to(rank: &Rank, client: &ProxyClient, peer: u32, channel: u8, is_send: bool) -> u32 {
+pub(super) fn connect_to(rank: &Rank, client: &ProxyClient, peer: u32, channel: u8, is_send: bool) -> u32 {
     let request = Request::Init {
         cookie: rank.bootstrap.cookie(),
         rank: rank.rank(),
@@ -49,7 +53,7 @@ fn connect_to(rank: &Rank, client: &ProxyClient, peer: u32, channel: u8, is_send
 }
 
 /// Brings a connection as far as its memory, whose handle it returns.
-fn set_up(client: &ProxyClient, connection: u32) -> u64 {
+pub(super) fn set_up(client: &ProxyClient, connection: u32) -> u64 {
     let slot_bytes = SLOT as u32;
     let request = Request::SharedInit {
         connection,
@@ -298,5 +302,44 @@ fn requests_are_answered_by_id_in_their_order_of_life() {
             ProxyClient::connect(&unix, me, abort, PATIENCE),
             Err(Error::PeerLost(_))
         ));
+    });
+}
+
+/// Processes of one user may ask each other's proxies for what their ranks share, and for no more.
+#[test]
+fn another_process_asks_for_what_its_rank_sends_and_no_more() {
+    let _turn = turn();
+    world(&[1, 1], |rank| {
+        if rank.rank() == 0 {
+            let client = client_of(&rank);
+            let theirs = connect_to(&rank, &client, 1, 3, false);
+            let ours = connect_to(&rank, &client, 1, 3, true);
+            set_up(&client, ours);
+            let text = alone("transport::stranger", |command| {
+                command
+                    .env(ID, rank.bootstrap.cookie().to_string())
+                    .env(PLACE, format!("{theirs} {ours}"))
+                    .env(WHAT, rank.proxy.address());
+            });
+            for (number, expected) in [
+                "no Init with the communicator's secret yet",
+                "only the proxy's own process asks as rank 0",
+                "Init { connection",
+                "SharedInit",
+                "Setup { handle",
+                "the connection is none of the rank that asks",
+                "the connection is none of the rank that asks",
+                "rank 2 asks over another rank's connection",
+                "only the proxy's own process may stop it",
+                "only the proxy's own process may stop it",
+            ]
+            .iter()
+            .enumerate()
+            {
+                let line = text.lines().nth(number).unwrap_or_default();
+                assert!(line.contains(expected), "{number}: no {expected}:\n{text}");
+            }
+        }
+        rank.bootstrap.barrier().unwrap();
     });
 }

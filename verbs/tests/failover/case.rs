@@ -227,7 +227,7 @@ impl Case {
 
     /// What the connections are to keep to.
     pub(crate) fn settings(&self) -> Option<Settings> {
-        Settings::read(|name| {
+        let get = |name: &str| {
             let own = self.variables.get(name).cloned();
             // The machine is emulated, and may have other things to do. With one path the library's own times are what is looked at.
             own.or_else(|| match name {
@@ -240,8 +240,8 @@ impl Case {
                 "RINGSIGHT_NET_GIVE_UP_MS" => Some("30000".into()),
                 _ => None,
             })
-        })
-        .ok()
+        };
+        Settings::read(get, ringsight_comm_base::env::parse).ok()
     }
 
     /// How long the sender's device tries, if nothing else is to tell of the failure before.

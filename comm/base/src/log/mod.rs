@@ -15,7 +15,6 @@ mod writer;
 
 use std::{
     collections::BTreeSet,
-    fmt,
     sync::{Arc, Mutex, Once, OnceLock, PoisonError, RwLock},
 };
 
@@ -26,7 +25,7 @@ use tracing::{
     subscriber::Interest,
 };
 
-use crate::variables;
+use crate::variables::{self, Source};
 use settings::{Level, Settings};
 
 macro_rules! subsystems {
@@ -125,7 +124,10 @@ pub fn reset() {
 
 fn apply() {
     let before = settings();
-    let settings = Settings::read(&variables::raw, before.as_deref());
+    let settings = Settings::read(
+        &|name| variables::find(name).map(|(value, _)| value),
+        before.as_deref(),
+    );
     let wants_lines = settings.level > Level::Version;
     let complaints = [variables::complaints(), &settings.complaints].concat();
     *SETTINGS.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(settings));
@@ -138,7 +140,7 @@ fn apply() {
         tracing::warn!(target: ENV, "{complaint}");
     }
     for (name, why) in WITHOUT_EFFECT {
-        if variables::raw(name).is_some() {
+        if variables::find(name).is_some() {
             tracing::info!(target: ENV, "{name} has no effect: {why}");
         }
     }
@@ -201,7 +203,7 @@ fn dotted(version: u32) -> String {
 }
 
 /// Logs once in the life of the process that `source` has set a variable.
-pub(crate) fn variable_set(name: &str, value: &str, source: &dyn fmt::Display) {
+pub(crate) fn variable_set(name: &str, value: &str, source: &Source) {
     static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     if !tracing::enabled!(target: ENV, tracing::Level::INFO) {
         return;

@@ -150,6 +150,8 @@ fn homes() -> Vec<PathBuf> {
 
 fn home_in_password_file() -> Option<PathBuf> {
     let mut buffer = vec![0_u8; 4096];
+    // It reads files, or asks over a socket.
+    let _standard = sys::StandardTaken::new();
     loop {
         let mut found = std::ptr::null_mut();
         // SAFETY: all-zero bytes are a valid `passwd` to write to.

@@ -10,7 +10,7 @@ use std::{
 use super::{
     super::{
         frame::{Frame, FrameReader},
-        wire::Hello,
+        wire::{Hello, Joining, Upward},
     },
     *,
 };
@@ -149,4 +149,27 @@ fn control_messages_to_a_rank_that_reads_nothing_are_bounded() {
         let received = reader.join().unwrap();
         assert!(received <= 2 * posted, "{received} MiB for {posted}");
     });
+}
+
+#[test]
+fn a_relay_that_reads_nothing_is_left() {
+    let id = root();
+    let mut stream = TcpStream::connect(id.address).unwrap();
+    stream.write_all(&Hello::Relay.encode(id.cookie)).unwrap();
+    let joining = Joining {
+        rank: 1,
+        ranks: 4,
+        timeout_ms: 60_000,
+        library: crate::observe::LIBRARY_VERSION,
+        ids: 7,
+        main: (id.cookie, id.address),
+        address: id.address,
+    };
+    // All but the first are refused: each has an answer.
+    let many = Upward::Joined(joining).encode().repeat(4096);
+    let mut sent = 0;
+    while stream.write_all(&many).is_ok() {
+        sent += many.len();
+        assert!(sent < 256 << 20, "{sent} bytes, and the answers to them wait");
+    }
 }

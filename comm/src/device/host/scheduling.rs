@@ -1,8 +1,8 @@
 //! How long the operating system has kept kernel threads from running: a kernel that does not run moves nothing, and is not stuck.
 
-use std::{collections::BTreeMap, fs, sync::Mutex, time::Duration};
+use std::{collections::BTreeMap, sync::Mutex, time::Duration};
 
-use ringsight_comm_base::{fork::PerProcess, sync::lock};
+use ringsight_comm_base::{fork::PerProcess, sync::lock, sys};
 
 #[derive(Default)]
 struct Threads {
@@ -36,7 +36,7 @@ impl Drop for Runs {
 
 /// How long a thread of this process has been ready to run without running, nanoseconds.
 fn waited(thread: libc::pid_t) -> Option<u64> {
-    let times = fs::read_to_string(format!("/proc/self/task/{thread}/schedstat")).ok()?;
+    let times = sys::read_text(format!("/proc/self/task/{thread}/schedstat")).ok()?;
     times.split_ascii_whitespace().nth(1)?.parse().ok()
 }
 

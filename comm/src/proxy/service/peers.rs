@@ -5,15 +5,20 @@ use std::{
     net::{SocketAddr, TcpStream},
 };
 
-use ringsight_comm_base::fork::ParentOnly;
+use ringsight_comm_base::{fork::ParentOnly, log};
 
 use super::{
     Service, Stage,
     rdma::{ONLY_RDMA, answer_missing},
 };
 use crate::{
+    bootstrap::wire::printable,
     op::{ConnectionId, Endpoint, Transport},
-    proxy::{ProxyConfig, message::Reply, progress::Command},
+    proxy::{
+        ProxyConfig,
+        message::{Refusal, Reply},
+        progress::Command,
+    },
     transport::{
         network::Link,
         verbs::{ConnectedEnd, PreparedEnd},
@@ -88,10 +93,8 @@ impl Service {
                 }
                 Err(text) => {
                     connection.stage = Stage::SetUp;
-                    Err(format!(
-                        "the proxy of rank {} at {address}: {text}",
-                        connection.endpoint.peer
-                    ))
+                    let peer = connection.endpoint.peer;
+                    Err(format!("the proxy of rank {peer} at {address}: {text}").into())
                 }
             };
             self.log("Connect", Some(&response));
@@ -176,8 +179,7 @@ impl Service {
                     .map(Answer::Made)
             }
             HelloReply::Sockets(_) => {
-                let why = String::from_utf8_lossy(rest);
-                self.fall_back(peer, channel, &why)?;
+                self.fall_back(peer, channel, &printable(rest))?;
                 Ok(Answer::Made(None))
             }
             HelloReply::OtherSlots(bytes) => Err(format!(
@@ -185,6 +187,10 @@ impl Service {
                 self.config.slot_bytes
             )),
             HelloReply::Taken => Err(format!("channel {channel} from this rank is connected already")),
+            HelloReply::Starved => Err(
+                "it has no descriptor or memory left for its end of the connection: too many open files?"
+                    .into(),
+            ),
             HelloReply::Impossible => Err("it cannot make its end of the connection".into()),
         }
     }
@@ -239,11 +245,18 @@ impl Service {
             is_send: false,
             transport,
         };
-        let id = self.init(own, endpoint).map_err(|_| HelloReply::Impossible)?;
+        let refused = |Refusal { text, is_starved }: Refusal| {
+            tracing::info!(target: log::PROXY, "Proxy of rank {own} : a connection of rank {} is refused: {text}", hello.from);
+            match is_starved {
+                true => HelloReply::Starved,
+                false => HelloReply::Impossible,
+            }
+        };
+        let id = self.init(own, endpoint).map_err(refused)?;
         if self.connections[&id].attached {
             return Err(HelloReply::Taken);
         }
         let made = self.shared_init(id, slot_bytes).and_then(|()| self.set_up(id));
-        made.map(|_| id).map_err(|_| HelloReply::Impossible)
+        made.map(|_| id).map_err(refused)
     }
 }

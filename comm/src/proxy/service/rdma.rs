@@ -30,7 +30,11 @@ pub(super) fn answer_missing(answer: &[u8]) -> Result<usize, String> {
     let more = match HelloReply::parse(reply).ok_or("it answers rubbish")? {
         HelloReply::Rdma => OFFER_BYTES,
         HelloReply::Sockets(bytes) => bytes as usize,
-        HelloReply::Welcome | HelloReply::OtherSlots(_) | HelloReply::Taken | HelloReply::Impossible => 0,
+        HelloReply::Welcome
+        | HelloReply::OtherSlots(_)
+        | HelloReply::Taken
+        | HelloReply::Starved
+        | HelloReply::Impossible => 0,
     };
     Ok(HELLO_REPLY_BYTES + more - answer.len())
 }
