@@ -2,9 +2,10 @@
 
 mod connections;
 mod proxies;
+mod ranks;
 mod verdicts;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use ringsight_records::{
     DataType, Description, Flags, Function, Waits, connection::Connection, pages::Communicator,
@@ -13,13 +14,21 @@ use ringsight_records::{
 
 pub use connections::{End, Path};
 pub use proxies::Proxy;
+pub use ranks::Ranks;
 pub use verdicts::{HeldUp, VerdictView, verdicts};
+
+/// Ranks that a communicator may have. A process that says more is broken, or hostile.
+pub const RANKS: u32 = 131_072;
+/// Ranks' parts in operations that are shown of one communicator.
+const PARTS: usize = 65_536;
 
 /// What was read of one process.
 #[derive(Clone, Debug, Default)]
 pub struct Process {
     /// Its number.
     pub pid: u32,
+    /// Its user, as the kernel says: processes of two users are of no communicator together.
+    pub user: u32,
     /// It is stopped by a signal or a debugger.
     pub stopped: bool,
     /// Its live communicators.
@@ -89,7 +98,7 @@ pub struct Operation {
     /// By rank: those that take part and were looked at.
     pub parts: Vec<Part>,
     /// Ranks that take part and were not looked at.
-    pub unseen: Vec<u32>,
+    pub unseen: Ranks,
 }
 
 impl Operation {
@@ -109,10 +118,9 @@ impl Operation {
                 Place::Running { waits, .. } => waits.filter(|waits| !waits.is_for_copies()),
                 _ => None,
             };
-            let peers: Vec<_> = self.parts.iter().filter_map(|part| waits(part)?.peer).collect();
-            let is_awaited = |part: &&Part| {
-                waits(part).is_none() && peers.iter().any(|peer| u32::from(*peer) == part.rank)
-            };
+            let peers = self.parts.iter().filter_map(|part| waits(part)?.peer);
+            let peers: BTreeSet<u32> = peers.map(u32::from).collect();
+            let is_awaited = |part: &&Part| waits(part).is_none() && peers.contains(&part.rank);
             awaited.extend(self.parts.iter().filter(is_awaited));
         }
         awaited.sort_by_key(|part| (!part.stopped, part.rank));
@@ -125,14 +133,18 @@ impl Operation {
 pub struct Group {
     /// Id.
     pub id: u64,
+    /// User whose processes it is of.
+    pub user: u32,
     /// Name, if it has one.
     pub name: String,
     /// Ranks.
     pub ranks: u32,
     /// Ranks that were looked at.
-    pub seen: Vec<u32>,
+    pub seen: Ranks,
     /// What is on its way, the oldest first.
     pub operations: Vec<Operation>,
+    /// Operations that are on their way, too, and are not shown: they are too many.
+    pub operations_left_out: usize,
     /// What its ranks' proxies are moving, by rank, channel and peer.
     pub proxies: Vec<Proxy>,
     /// Ends of its connections between nodes that go over RDMA, by rank, channel and peer.
@@ -183,30 +195,77 @@ fn place(description: &Description, now: u64) -> Option<Place> {
     })
 }
 
-/// Puts together what was read at `now` (`CLOCK_MONOTONIC` nanoseconds).
+/// A communicator that its process says has more ranks than there can be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Refused {
+    /// The process.
+    pub pid: u32,
+    /// The communicator.
+    pub id: u64,
+    /// How many ranks it is to have.
+    pub ranks: u32,
+}
+
+/// Communicators that are of no use, of which nothing is shown.
+pub fn refused(processes: &[Process]) -> impl Iterator<Item = Refused> {
+    processes.iter().flat_map(|process| {
+        let refused = process
+            .communicators
+            .iter()
+            .filter(|communicator| !is_usable(communicator));
+        refused.map(|communicator| Refused {
+            pid: process.pid,
+            id: communicator.id,
+            ranks: communicator.ranks,
+        })
+    })
+}
+
+/// Whether a communicator can be one.
+#[must_use]
+pub fn is_usable(communicator: &Communicator) -> bool {
+    communicator.ranks <= RANKS && communicator.rank < communicator.ranks
+}
+
+/// Puts together what was read at `now` (`CLOCK_MONOTONIC` nanoseconds). Of a rank that two processes say is theirs the first one is
+/// shown.
 #[must_use]
 pub fn take(processes: &[Process], now: u64) -> Vec<Group> {
-    // By communicator and rank: the process, and where its operations are.
-    let mut groups: BTreeMap<u64, (Communicator, BTreeMap<u32, Member<'_>>)> = BTreeMap::new();
+    // By communicator and user: the process of each rank, and where its operations are.
+    let mut groups: BTreeMap<(u64, u32), (Communicator, BTreeMap<u32, Member<'_>>)> = BTreeMap::new();
     for process in processes {
-        for communicator in &process.communicators {
+        let mut operations: BTreeMap<(u64, u32), Vec<&Description>> = BTreeMap::new();
+        for description in &process.operations {
+            let place = (description.comm, description.rank);
+            operations.entry(place).or_default().push(description);
+        }
+        for communicator in process.communicators.iter().filter(|known| is_usable(known)) {
             let (_, members) = groups
-                .entry(communicator.id)
+                .entry((communicator.id, process.user))
                 .or_insert_with(|| (*communicator, BTreeMap::new()));
-            let member = Member::of(process, communicator, now);
-            members.insert(communicator.rank, member);
+            members.entry(communicator.rank).or_insert_with(|| {
+                let own = operations.remove(&(communicator.id, communicator.rank));
+                Member::of(process, &own.unwrap_or_default(), now)
+            });
         }
     }
+    let mut proxies = proxies::by_communicator(processes, now);
+    let mut connections = connections::by_communicator(processes, now);
     groups
-        .into_values()
-        .map(|(communicator, members)| Group {
-            id: communicator.id,
-            name: communicator.name().to_owned(),
-            ranks: communicator.ranks,
-            seen: members.keys().copied().collect(),
-            operations: operations(&communicator, &members),
-            proxies: proxies::of(processes, communicator.id, now),
-            connections: connections::of(processes, communicator.id, now),
+        .into_iter()
+        .map(|((id, user), (communicator, members))| {
+            let (operations, operations_left_out) = operations(&communicator, &members);
+            Group {
+                id,
+                user,
+                name: communicator.name().to_owned(),
+                ranks: communicator.ranks,
+                seen: members.keys().copied().collect(),
+                operations,
+                operations_left_out,
+                proxies: proxies.remove(&(id, user)).unwrap_or_default(),
+                connections: connections.remove(&(id, user)).unwrap_or_default(),
+            }
         })
         .collect()
 }
@@ -220,25 +279,22 @@ struct Member<'a> {
 }
 
 impl<'a> Member<'a> {
-    fn of(process: &'a Process, communicator: &Communicator, now: u64) -> Self {
-        let own = || {
-            let is_own = |description: &&Description| {
-                (description.comm, description.rank) == (communicator.id, communicator.rank)
-            };
-            process.operations.iter().filter(is_own)
-        };
-        let latest = own().map(|description| description.device_end_ns).max();
+    fn of(process: &'a Process, own: &[&'a Description], now: u64) -> Self {
+        let latest = own.iter().map(|description| description.device_end_ns).max();
+        let places = own.iter().filter_map(|description| {
+            let place = place(description, now)?;
+            Some((key(description), (place, *description)))
+        });
         Self {
             process,
             idle_ns: latest.filter(|ns| *ns != 0).map(|ns| now.saturating_sub(ns)),
-            places: own()
-                .filter_map(|description| Some((key(description), (place(description, now)?, description))))
-                .collect(),
+            places: places.collect(),
         }
     }
 }
 
-fn operations(communicator: &Communicator, members: &BTreeMap<u32, Member<'_>>) -> Vec<Operation> {
+/// What is on its way, and how many operations more are.
+fn operations(communicator: &Communicator, members: &BTreeMap<u32, Member<'_>>) -> (Vec<Operation>, usize) {
     let mut found: BTreeMap<Key, (u64, &Description)> = BTreeMap::new();
     for member in members.values() {
         for (key, (place, description)) in &member.places {
@@ -248,49 +304,59 @@ fn operations(communicator: &Communicator, members: &BTreeMap<u32, Member<'_>>) 
             }
         }
     }
-    let mut operations: Vec<Operation> = found
-        .into_iter()
-        .map(|(key, (oldest_ns, description))| {
-            let ranks: Vec<u32> = match key.0 {
-                None => (0..communicator.ranks).collect(),
-                Some((from, to)) if from == to => vec![from],
-                Some((from, to)) => vec![from.min(to), from.max(to)],
-            };
-            let part = |rank: &u32| {
-                let member = members.get(rank)?;
-                let place = member.places.get(&key).map(|(place, _)| *place);
-                Some(Part {
-                    rank: *rank,
-                    pid: member.process.pid,
-                    stopped: member.process.stopped,
-                    place: place.unwrap_or(Place::NotLaunched {
-                        idle_ns: member.idle_ns,
-                    }),
-                })
-            };
-            Operation {
-                function: Function::from_code(description.function),
-                seq: description.seq,
-                pair: key.0,
-                bytes: description.bytes,
-                data_type: DataType::from_code(description.data_type),
-                oldest_ns,
-                parts: ranks.iter().filter_map(part).collect(),
-                unseen: ranks
-                    .iter()
-                    .copied()
-                    .filter(|rank| !members.contains_key(rank))
-                    .collect(),
+    let mut found: Vec<_> = found.into_iter().collect();
+    found.sort_by_key(|(_, (oldest_ns, _))| std::cmp::Reverse(*oldest_ns));
+    let (mut operations, mut parts, all) = (Vec::new(), 0, found.len());
+    for (key, (oldest_ns, description)) in found {
+        let part = |(rank, member): (&u32, &Member<'_>)| {
+            let place = member.places.get(&key).map(|(place, _)| *place);
+            Part {
+                rank: *rank,
+                pid: member.process.pid,
+                stopped: member.process.stopped,
+                place: place.unwrap_or(Place::NotLaunched {
+                    idle_ns: member.idle_ns,
+                }),
             }
-        })
-        .collect();
-    operations.sort_by_key(|operation| std::cmp::Reverse(operation.oldest_ns));
-    operations
+        };
+        let operation = Operation {
+            function: Function::from_code(description.function),
+            seq: description.seq,
+            pair: key.0,
+            bytes: description.bytes,
+            data_type: DataType::from_code(description.data_type),
+            oldest_ns,
+            parts: match key.0 {
+                None => members.iter().map(part).collect(),
+                Some(pair) => ends(pair)
+                    .filter_map(|rank| members.get_key_value(&rank))
+                    .map(part)
+                    .collect(),
+            },
+            unseen: match key.0 {
+                None => Ranks::all_but(communicator.ranks, members.keys().copied()),
+                Some(pair) => ends(pair).filter(|rank| !members.contains_key(rank)).collect(),
+            },
+        };
+        parts += operation.parts.len();
+        if parts > PARTS {
+            break;
+        }
+        operations.push(operation);
+    }
+    let left_out = all - operations.len();
+    (operations, left_out)
+}
+
+/// The ranks of a message, in order; one to itself has one.
+fn ends((from, to): (u32, u32)) -> impl Iterator<Item = u32> {
+    let both = [from.min(to), from.max(to)];
+    both.into_iter().take(if from == to { 1 } else { 2 })
 }
 
 #[cfg(test)]
 mod tests {
-    use ringsight_records::{Phase, pages::APART_BYTES};
+    use ringsight_records::{Phase, pages::APART_BYTES, proxies::ProxyState};
 
     use super::*;
 
@@ -353,12 +419,12 @@ mod tests {
             process(3, vec![operation(3, 2, (30, 0, 0))]),
         ];
         let groups = take(&processes, NOW);
-        assert_eq!((groups.len(), &groups[0].seen[..]), (1, &[0, 1, 2, 3][..]));
+        assert_eq!((groups.len(), groups[0].seen.to_string().as_str()), (1, "0-3"));
         let [operation] = &groups[0].operations[..] else {
             panic!("{groups:?}")
         };
         assert_eq!((operation.seq, operation.oldest_ns), (2, NOW - 20 - 1));
-        assert_eq!(operation.unseen, [4]);
+        assert_eq!(operation.unseen.to_string(), "4");
         let awaited: Vec<_> = operation
             .awaited()
             .iter()
@@ -409,6 +475,107 @@ mod tests {
         // Whether one that was not looked at has come is not known.
         let groups = take(&processes[..2], NOW);
         assert!(groups[0].operations[0].awaited().is_empty());
+    }
+
+    #[test]
+    fn numbers_that_no_communicator_has_take_neither_time_nor_memory() {
+        let mut large = process(0, vec![operation(0, 1, (10, 11, 0))]);
+        large.communicators[0].ranks = RANKS;
+        let groups = take(std::slice::from_ref(&large), NOW);
+        assert_eq!(
+            groups[0].operations[0].unseen.to_string(),
+            format!("1-{}", RANKS - 1)
+        );
+        for ranks in [RANKS + 1, 100_000_000, u32::MAX, 0] {
+            large.communicators[0].ranks = ranks;
+            assert!(take(std::slice::from_ref(&large), NOW).is_empty());
+            let refused: Vec<_> = refused(std::slice::from_ref(&large)).collect();
+            let expected = Refused {
+                pid: 100,
+                id: 7,
+                ranks,
+            };
+            assert_eq!(refused, [expected]);
+        }
+    }
+
+    #[test]
+    fn tables_full_of_everything_take_time_for_each_entry_and_not_for_each_two() {
+        // Each communicator, operation, proxy and verdict is another one.
+        let full = |entries: u32| {
+            let mut full = Process::default();
+            for n in 0..entries {
+                let comm = u64::from(n);
+                full.communicators.push(Communicator {
+                    id: comm,
+                    ..communicator(0, 2)
+                });
+                full.operations.push(Description {
+                    comm,
+                    op: n,
+                    ..operation(0, comm, (10, 11, 0))
+                });
+                full.proxies.push(ProxyState {
+                    comm,
+                    op: n,
+                    ..ProxyState::default()
+                });
+                full.connections.push(Connection {
+                    comm,
+                    ..Connection::default()
+                });
+                // SAFETY: plain data; zero is a value of each field.
+                let given: GivenVerdict = unsafe { std::mem::zeroed() };
+                full.verdicts.push(GivenVerdict { comm, op: n, ..given });
+            }
+            full
+        };
+        let time = |entries| {
+            let full = [full(entries)];
+            let begun = std::time::Instant::now();
+            let (groups, said) = (take(&full, NOW), verdicts(&full, NOW));
+            let took = begun.elapsed().as_secs_f64();
+            assert_eq!((groups.len(), said.len()), (entries as usize, entries as usize));
+            assert!(said.iter().all(|said| said.ended == Some(false)));
+            took
+        };
+        let best = |entries| (0..3).map(|_| time(entries)).fold(f64::INFINITY, f64::min);
+        let growth = best(8000) / best(2000);
+        assert!(growth < 9.0, "{growth}");
+    }
+
+    #[test]
+    fn of_many_operations_the_oldest_are_shown() {
+        let ranks = 64;
+        let processes: Vec<_> = (0..ranks)
+            .map(|rank| {
+                let operations = (1..=2000).map(|seq| operation(rank, seq, (10, 10 + seq, 0)));
+                let mut process = process(rank, operations.collect());
+                process.communicators = vec![communicator(rank, ranks)];
+                process
+            })
+            .collect();
+        let group = &take(&processes, NOW)[0];
+        assert_eq!(group.operations.len(), PARTS / 64);
+        assert_eq!(group.operations[0].seq, 1);
+        assert_eq!(group.operations_left_out, 2000 - PARTS / 64);
+    }
+
+    #[test]
+    fn two_users_are_of_no_communicator_together_and_a_rank_is_the_first_ones() {
+        let mut processes = [process(0, vec![]), process(1, vec![]), process(1, vec![])];
+        (processes[1].user, processes[2].pid) = (65534, 99);
+        let seen = |groups: &[Group]| -> Vec<_> {
+            let of = |group: &Group| (group.user, group.seen.to_string());
+            groups.iter().map(of).collect()
+        };
+        assert_eq!(
+            seen(&take(&processes, NOW)),
+            [(0, "0-1".into()), (65534, "1".into())]
+        );
+        processes[1].user = 0;
+        processes[2].operations = vec![operation(1, 1, (10, 11, 0))];
+        assert!(take(&processes, NOW)[0].operations.is_empty());
     }
 
     #[test]

@@ -3,16 +3,19 @@
 use std::{collections::BTreeMap, fmt::Write as _, path::Path, time::SystemTime};
 
 use ringsight_collector::snapshot::{
-    Group, Operation, Part, Place, Process, VerdictView, take, verdicts as said,
+    Group, Operation, Part, Place, Process, RANKS, VerdictView, is_usable, refused, take, verdicts as said,
 };
 use ringsight_dump::{Format, Moment};
 use ringsight_output::{Destination, Error, Printable};
 use ringsight_probes::{look, process, target};
 use ringsight_records::Function;
 use serde_json::{Value, json};
-use tracing::error;
+use tracing::{error, warn};
 
 use super::{Exit, connections, print, print_json, verdicts};
+
+/// Ranks that dumps list at most, all communicators and the job once for each of them.
+const DUMPED_RANKS: usize = 1 << 22;
 
 /// Runs the command.
 pub(crate) fn run(pids: &[u32], json: bool, dump: Option<&Path>, dump_json: Option<&Path>) -> Exit {
@@ -45,6 +48,10 @@ pub(crate) fn run(pids: &[u32], json: bool, dump: Option<&Path>, dump_json: Opti
             exit = Exit::Error;
         }
     }
+    if let Some(error) = refusal(&processes) {
+        error!("{error}");
+        exit = Exit::Error;
+    }
     let (groups, said) = (take(&processes, now), said(&processes, now));
     let printed = if json {
         print_json(&to_json(&processes, &groups, &said))
@@ -69,6 +76,7 @@ fn read(pid: u32) -> Result<Process, String> {
     let look = look(pid).map_err(|error| error.to_string())?;
     Ok(Process {
         pid,
+        user: process::owner_of(pid).user,
         stopped: process::is_stopped(pid).ok_or_else(gone)?,
         communicators: look.communicators,
         operations: look.operations,
@@ -96,8 +104,23 @@ fn differ(dump: &Path, dump_json: &Path) -> Result<(), String> {
     Ok(())
 }
 
+/// What there is to say of communicators that cannot be, if there are any.
+fn refusal(processes: &[Process]) -> Option<String> {
+    let mut refused = refused(processes);
+    let first = refused.next()?;
+    let others = match refused.count() {
+        0 => String::new(),
+        others => format!("; {others} more communicators are left out like it"),
+    };
+    Some(format!(
+        "process {}: communicator {:016x} is left out, it says that it has {} ranks: 1 to {RANKS} are possible, and its own rank must be \
+         one of them{others}",
+        first.pid, first.id, first.ranks
+    ))
+}
+
 /// Who a rank is.
-#[derive(PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Who {
     /// Its process and device.
     Seen(u32, i32),
@@ -112,27 +135,34 @@ fn write_dumps(processes: &[Process], prefix: &Path, format: Format, now: u64) -
         monotonic_ns: now,
         realtime_ns: since_epoch.map_or(0, |time| time.as_nanos() as u64),
     };
-    let mut places: BTreeMap<u64, Vec<Who>> = BTreeMap::new();
     let all = || {
-        processes
-            .iter()
-            .flat_map(|process| process.communicators.iter().map(move |comm| (process, comm)))
+        processes.iter().flat_map(|process| {
+            let usable = process.communicators.iter().filter(|comm| is_usable(comm));
+            usable.map(move |comm| (process, comm))
+        })
     };
+    // Of each communicator the ranks that were looked at, and how many it has: these alone take memory.
+    let mut seen: BTreeMap<(u64, u32), (u32, BTreeMap<u32, Who>)> = BTreeMap::new();
     for (process, comm) in all() {
-        let unseen = (0..comm.ranks).map(|rank| Who::Unseen(comm.id, rank));
-        let members = places.entry(comm.id).or_insert_with(|| unseen.collect());
-        if let Some(member) = members.get_mut(comm.rank as usize) {
-            *member = Who::Seen(process.pid, comm.device);
-        }
+        let (_, seen) = seen
+            .entry((comm.id, process.user))
+            .or_insert_with(|| (comm.ranks, BTreeMap::new()));
+        seen.entry(comm.rank)
+            .or_insert(Who::Seen(process.pid, comm.device));
     }
-    let Some((_, job)) = all()
-        .map(|(_, comm)| comm)
-        .max_by_key(|comm| (comm.ranks, std::cmp::Reverse(comm.init_end_ns)))
-        .and_then(|comm| places.get_key_value(&comm.id))
+    let places = |of: (u64, u32)| -> Option<Vec<Who>> {
+        let (ranks, seen) = seen.get(&of)?;
+        let who = |rank| seen.get(&rank).copied().unwrap_or(Who::Unseen(of.0, rank));
+        Some((0..*ranks).map(who).collect())
+    };
+    let Some(job) = all()
+        .max_by_key(|(_, comm)| (comm.ranks, std::cmp::Reverse(comm.init_end_ns)))
+        .and_then(|(process, comm)| places((comm.id, process.user)))
     else {
         return Ok(());
     };
-    for (rank, member) in (0..).zip(job) {
+    let (mut room, mut left_out) = (DUMPED_RANKS, 0);
+    for (rank, member) in (0..).zip(&job) {
         let Who::Seen(pid, device) = member else { continue };
         let Some(process) = processes.iter().find(|process| process.pid == *pid) else {
             continue;
@@ -141,18 +171,29 @@ fn write_dumps(processes: &[Process], prefix: &Path, format: Format, now: u64) -
             .communicators
             .iter()
             .filter(|comm| comm.device == *device)
+            .filter(|comm| is_usable(comm))
             .filter_map(|comm| {
+                let Some(left) = room.checked_sub(job.len() + comm.ranks as usize) else {
+                    left_out += 1;
+                    return None;
+                };
+                room = left;
                 Some(ringsight_dump::Group {
                     id: comm.id,
                     name: comm.name().to_owned(),
                     rank: comm.rank,
-                    members: ringsight_dump::members(job, places.get(&comm.id)?)?,
+                    members: ringsight_dump::members(&job, &places((comm.id, process.user))?)?,
                 })
             })
             .collect();
         groups.sort_by_key(|group| std::cmp::Reverse(group.members.len()));
         let dump = ringsight_dump::dump(&groups, &process.operations, &moment);
         ringsight_dump::write(prefix, rank, format, &dump)?;
+    }
+    if left_out > 0 {
+        warn!(
+            "{left_out} communicators are not in the dumps: they have more than {DUMPED_RANKS} ranks together"
+        );
     }
     Ok(())
 }
@@ -224,12 +265,15 @@ fn to_text(processes: &[Process], groups: &[Group], said: &[VerdictView]) -> Str
                 let _ = writeln!(text, "    {}", line(part));
             }
             if !operation.unseen.is_empty() {
-                let _ = writeln!(text, "    not looked at: {}", list(&operation.unseen));
+                let _ = writeln!(text, "    not looked at: {}", operation.unseen);
             }
             let awaited: Vec<u32> = operation.awaited().iter().map(|part| part.rank).collect();
             if !awaited.is_empty() {
                 let _ = writeln!(text, "    waits for rank {}", list(&awaited));
             }
+        }
+        if group.operations_left_out > 0 {
+            let _ = writeln!(text, "  and {} later operations", group.operations_left_out);
         }
         if group.operations.is_empty() {
             let _ = writeln!(text, "  nothing on its way");
@@ -280,7 +324,7 @@ fn to_json(processes: &[Process], groups: &[Group], said: &[VerdictView]) -> Val
             "data_type": operation.data_type.map(ringsight_records::DataType::name),
             "oldest_ns": operation.oldest_ns,
             "parts": operation.parts.iter().map(part).collect::<Vec<_>>(),
-            "unseen": operation.unseen,
+            "unseen": operation.unseen.to_string(),
             "awaited": operation.awaited().iter().map(|part| part.rank).collect::<Vec<_>>(),
         })
     };
@@ -289,7 +333,9 @@ fn to_json(processes: &[Process], groups: &[Group], said: &[VerdictView]) -> Val
             "id": format!("{:016x}", group.id),
             "name": group.name,
             "ranks": group.ranks,
-            "seen": group.seen,
+            "seen": group.seen.to_string(),
+            "user": group.user,
+            "operations_left_out": group.operations_left_out,
             "operations": group.operations.iter().map(operation).collect::<Vec<_>>(),
             "proxies": group.proxies.iter().map(verdicts::proxy_json).collect::<Vec<_>>(),
             "connections": group.connections.iter().map(connections::to_json).collect::<Vec<_>>(),

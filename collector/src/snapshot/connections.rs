@@ -1,5 +1,7 @@
 //! Connections between nodes at one moment: which path each is on, and what is wrong with the others.
 
+use std::collections::BTreeMap;
+
 use ringsight_records::{
     PathCause,
     connection::{Connection, ConnectionPath, LinkStage, PathCondition},
@@ -159,20 +161,18 @@ fn ago(at: u64, now: u64) -> Option<u64> {
     (at != 0).then(|| now.saturating_sub(at))
 }
 
-/// The ends of a communicator's connections.
-pub(super) fn of(processes: &[Process], communicator: u64, now: u64) -> Vec<End> {
-    let mut ends: Vec<End> = processes
-        .iter()
-        .flat_map(|process| {
-            process
-                .connections
-                .iter()
-                .map(|connection| (process.pid, connection))
-        })
-        .filter(|(_, connection)| connection.comm == communicator)
-        .map(|(pid, connection)| End::of(pid, connection, now))
-        .collect();
-    ends.sort_by_key(|end| (end.rank, end.messages, end.channel, end.peer, !end.sends, end.pid));
+/// The ends of connections, by communicator and user.
+pub(super) fn by_communicator(processes: &[Process], now: u64) -> BTreeMap<(u64, u32), Vec<End>> {
+    let mut ends: BTreeMap<(u64, u32), Vec<End>> = BTreeMap::new();
+    for process in processes {
+        for connection in &process.connections {
+            let of = ends.entry((connection.comm, process.user)).or_default();
+            of.push(End::of(process.pid, connection, now));
+        }
+    }
+    for ends in ends.values_mut() {
+        ends.sort_by_key(|end| (end.rank, end.messages, end.channel, end.peer, !end.sends, end.pid));
+    }
     ends
 }
 
@@ -196,7 +196,9 @@ mod tests {
             connections,
             ..Process::default()
         };
-        of(&[process], 7, now)
+        by_communicator(&[process], now)
+            .remove(&(7, 0))
+            .unwrap_or_default()
     }
 
     #[test]

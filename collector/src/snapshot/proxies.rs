@@ -1,6 +1,8 @@
 //! What proxies are moving at one moment.
 
-use ringsight_records::{Flags, Function};
+use std::collections::BTreeMap;
+
+use ringsight_records::{Description, Flags, Function};
 
 use super::{Process, pair};
 
@@ -37,14 +39,17 @@ pub struct Proxy {
     pub queued: u32,
 }
 
-/// What is under way for a communicator.
-pub(super) fn of(processes: &[Process], communicator: u64, now: u64) -> Vec<Proxy> {
-    let mut proxies = Vec::new();
+/// What is under way, by communicator and user.
+pub(super) fn by_communicator(processes: &[Process], now: u64) -> BTreeMap<(u64, u32), Vec<Proxy>> {
+    let mut proxies: BTreeMap<(u64, u32), Vec<Proxy>> = BTreeMap::new();
     for process in processes {
-        for state in process.proxies.iter().filter(|state| state.comm == communicator) {
+        let operations = process.operations.iter().rev();
+        let described: BTreeMap<u32, &Description> = operations.map(|known| (known.op, known)).collect();
+        for state in &process.proxies {
             let flags = Flags(state.flags);
-            let described = process.operations.iter().find(|known| known.op == state.op);
-            proxies.push(Proxy {
+            let described = described.get(&state.op);
+            let of = proxies.entry((state.comm, process.user)).or_default();
+            of.push(Proxy {
                 pid: process.pid,
                 rank: state.rank,
                 peer: state.peer,
@@ -62,13 +67,15 @@ pub(super) fn of(processes: &[Process], communicator: u64, now: u64) -> Vec<Prox
             });
         }
     }
-    proxies.sort_by_key(|proxy| (proxy.rank, proxy.channel, proxy.peer, !proxy.sends, proxy.pid));
+    for proxies in proxies.values_mut() {
+        proxies.sort_by_key(|proxy| (proxy.rank, proxy.channel, proxy.peer, !proxy.sends, proxy.pid));
+    }
     proxies
 }
 
 #[cfg(test)]
 mod tests {
-    use ringsight_records::{Description, proxies::ProxyState};
+    use ringsight_records::proxies::ProxyState;
 
     use super::*;
 
@@ -104,7 +111,7 @@ mod tests {
             ],
             ..Process::default()
         };
-        let told = of(&[process], 7, 110);
+        let told = by_communicator(&[process], 110).remove(&(7, 0)).unwrap();
         let [first, second] = &told[..] else {
             panic!("{told:?}")
         };

@@ -1,6 +1,8 @@
 //! What watchdogs have said, the last verdicts of each process.
 
-use ringsight_records::{Cause, Flags, Function, verdicts::Nic};
+use std::collections::BTreeMap;
+
+use ringsight_records::{Cause, Description, Flags, Function, verdicts::Nic};
 
 use super::{Process, pair};
 
@@ -61,11 +63,11 @@ pub struct HeldUp {
 pub fn verdicts(processes: &[Process], now: u64) -> Vec<VerdictView> {
     let mut verdicts = Vec::new();
     for process in processes {
+        let operations = process.operations.iter().rev();
+        let described: BTreeMap<(u32, u64), &Description> =
+            operations.map(|known| ((known.op, known.comm), known)).collect();
         for given in &process.verdicts {
-            let described = process
-                .operations
-                .iter()
-                .find(|known| (known.op, known.comm) == (given.op, given.comm));
+            let described = described.get(&(given.op, given.comm));
             verdicts.push(VerdictView {
                 pid: process.pid,
                 communicator: given.comm,
@@ -99,7 +101,7 @@ pub fn verdicts(processes: &[Process], now: u64) -> Vec<VerdictView> {
 
 #[cfg(test)]
 mod tests {
-    use ringsight_records::{Description, pages::put_text, verdicts::GivenVerdict};
+    use ringsight_records::{pages::put_text, verdicts::GivenVerdict};
 
     use super::*;
 
