@@ -8,7 +8,7 @@ use ringsight_comm_base::{
     sys,
 };
 
-use crate::bootstrap::{Bootstrap, Error, Result, fnv1a};
+use crate::bootstrap::{Bootstrap, Error, Result, fnv1a, wire::printable};
 
 /// What every rank tells the others about itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -121,7 +121,7 @@ impl RankInfo {
             rest = after;
             String::from_utf8(text.to_vec()).ok()
         };
-        let (host, proxy_address, bus) = (text()?, text()?, text()?);
+        let (host, proxy_address, bus) = (printable(text()?.as_bytes()), text()?, text()?);
         rest.is_empty().then_some(Self {
             rank: word(0)?,
             pid: word(4)?,
@@ -332,6 +332,15 @@ mod tests {
     }
 
     #[test]
+    fn a_hosts_name_controls_no_terminal() {
+        let mut said = info(1, 7);
+        said.host = "\u{1b}[2J\n".into();
+        let heard = RankInfo::decode(&said.encode()).unwrap();
+        assert_eq!(heard.host, "\\u{1b}[2J\\n");
+        assert_eq!(RankInfo::decode(&heard.encode()), Some(heard));
+    }
+
+    #[test]
     fn this_process_has_a_start_time() {
         let mine = RankInfo::local(0, 0, String::new(), 1);
         assert!(mine.process_start_time > 0);
@@ -359,7 +368,7 @@ mod tests {
         }
 
         #[test]
-        fn an_info_survives_and_rubbish_is_refused(rank: u32, device: i32, host in ".{0,40}", bytes in proptest::collection::vec(any::<u8>(), 0..80), cut: prop::sample::Index) {
+        fn an_info_survives_and_rubbish_is_refused(rank: u32, device: i32, host in "\\PC{0,40}", bytes in proptest::collection::vec(any::<u8>(), 0..80), cut: prop::sample::Index) {
             let info = RankInfo { host, ..RankInfo::local(rank, device, "proxy".into(), 7) };
             let encoded = info.encode();
             prop_assert_eq!(RankInfo::decode(&encoded), Some(info));

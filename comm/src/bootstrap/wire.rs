@@ -346,6 +346,8 @@ pub(crate) fn printable(bytes: &[u8]) -> String {
             text.push(char);
         }
     }
+    // What is written out is longer.
+    text.truncate(text.floor_char_boundary(MAX_TEXT));
     text
 }
 
@@ -384,6 +386,13 @@ mod tests {
                 4..6 => prop_assert!(matches!(Hello::parse(&bytes), Err(Stranger::Version(_)))),
                 _ => {}
             }
+        }
+
+        #[test]
+        fn a_printable_text_stays_as_it_is(bytes in proptest::collection::vec(any::<u8>(), 0..2 * MAX_TEXT)) {
+            let text = printable(&bytes);
+            prop_assert!(text.len() <= MAX_TEXT && !text.chars().any(char::is_control));
+            prop_assert_eq!(printable(text.as_bytes()), text);
         }
 
         #[test]

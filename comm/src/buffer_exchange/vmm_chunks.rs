@@ -21,6 +21,7 @@ use crate::{
     bootstrap::{
         sys::{self, Wake},
         unix::{self, Socket},
+        wire::printable,
     },
     checks::wire::Rest,
     device::{self, Device, DeviceError, Result, VmmChunk},
@@ -289,9 +290,7 @@ impl<'a> Fetch<'a> {
             ([], _) => Err(DeviceError::InvalidHandle(
                 "its rank has closed the connection".into(),
             )),
-            ([_, text @ ..], _) => Err(DeviceError::InvalidHandle(
-                String::from_utf8_lossy(text).into_owned(),
-            )),
+            ([_, text @ ..], _) => Err(DeviceError::InvalidHandle(printable(text))),
         }
     }
 }

@@ -177,7 +177,9 @@ impl FromStr for ProxyAddress {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let parts = text.split_once('@').filter(|(unix, _)| !unix.is_empty());
+        // A name stands in messages as it is.
+        let is_name = |unix: &str| !unix.is_empty() && unix.bytes().all(|byte| byte.is_ascii_graphic());
+        let parts = text.split_once('@').filter(|(unix, _)| is_name(unix));
         parts
             .and_then(|(unix, tcp)| {
                 Some(Self {

@@ -343,3 +343,13 @@ fn another_process_asks_for_what_its_rank_sends_and_no_more() {
         rank.bootstrap.barrier().unwrap();
     });
 }
+
+#[test]
+fn a_proxys_name_controls_no_terminal() {
+    let named = |name: &str| format!("{name}@127.0.0.1:7").parse::<ProxyAddress>();
+    assert!(named("ringsight-proxy-1-0-0").is_ok());
+    for name in ["", "a b", "a\n", "\u{1b}[2J"] {
+        let text = named(name).unwrap_err().to_string();
+        assert!(!text.chars().any(char::is_control), "{text:?}");
+    }
+}

@@ -18,6 +18,7 @@ use ringsight_verbs::{
 
 use super::{end::VerbsEnd, path_reports::PathReports, setup::ConnectedEnd};
 use crate::{
+    bootstrap::wire::printable,
     op::ProxyOp,
     transport::{
         connection::{Connection, Moved, Progress, Waits},
@@ -384,7 +385,7 @@ fn read_answer(stream: &mut Stream, bytes: &mut Vec<u8>) -> Result<Option<Answer
         };
         let wanted = HELLO_REPLY_BYTES + text - bytes.len();
         if wanted == 0 {
-            let why = String::from_utf8_lossy(&bytes[HELLO_REPLY_BYTES..]).into_owned();
+            let why = printable(&bytes[HELLO_REPLY_BYTES..]);
             return Ok(Some(Answer::Socket(why)));
         }
         let mut piece = [0; 64];
