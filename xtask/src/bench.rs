@@ -35,6 +35,11 @@ const CRITERION: [(&str, &str); 3] = [
 /// The longest that a process emits to a live collector, seconds.
 const LIVE_SECONDS: u32 = 10;
 
+/// Package and name of a benchmark.
+type Bench = (&'static str, &'static str);
+/// Runs a benchmark that prints JSON.
+type Measure<'a> = &'a dyn Fn() -> Result<Vec<Row>>;
+
 /// Runs the benchmarks.
 pub fn run(options: &Options) -> Result<bool> {
     let wanted = |name: &str| options.name.as_deref().is_none_or(|part| name.contains(part));
@@ -45,7 +50,7 @@ pub fn run(options: &Options) -> Result<bool> {
         }
     }
     let throughput = || json::throughput(options.seconds);
-    let printing: [((&str, &str), &dyn Fn() -> Result<Vec<Row>>); 5] = [
+    let printing: [(Bench, Measure<'_>); 5] = [
         (json::THROUGHPUT, &throughput),
         (json::PROBE, &json::probe),
         (json::CALLS, &json::calls),
