@@ -6,13 +6,13 @@
 //! # States of a row
 //! | state | who moves a row there |
 //! |---|---|
-//! | open | a verdict ([`Findings::judged`]) |
-//! | open, reported | [`Findings::take_news`], [`SETTLE_NS`] after the last verdict that changed it: the verdicts of the other ranks come within milliseconds |
-//! | ended | the end of the operation on any rank ([`Findings::ended`]): the others follow, or had a culprit of their own. An abort is no end |
+//! | open | a verdict (`Findings::judged`) |
+//! | open, reported | `Findings::take_news`, some time after the last verdict that changed it: the verdicts of the other ranks come within milliseconds |
+//! | ended | the end of the operation on any rank (`Findings::ended`): the others follow, or had a culprit of their own. An abort is no end |
 //!
 //! # Invariants
 //! - A row's verdict is the gravest of its ranks' last ones: a hang before a late rank, then the cause that counts first, then the newest.
-//! - At most [`LIMIT`] rows are kept. The oldest ended row makes room, else the new one is counted and left out.
+//! - At most 1,024 rows are kept. The oldest ended row makes room, else the new one is counted and left out.
 
 use std::{collections::BTreeMap, fmt::Write as _, sync::Arc};
 

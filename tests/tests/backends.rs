@@ -178,7 +178,8 @@ fn tempo_gives_back_what_it_got() -> Result<()> {
 
 /// Runs a job whose telemetry goes to `server`; returns the collector's exit code, what it wrote, and how long it took after the job.
 fn send_to(server: &HttpServer, folder: &Path) -> Result<(Option<i32>, String, Duration)> {
-    let mut job = start(&job(2, 60, 0), folder)?;
+    // Longer than the time between two exports: what is said while it runs is looked for.
+    let mut job = start(&job(2, 60, 20), folder)?;
     let options = [
         format!("--otlp={}", server.url),
         "--otlp-protocol=http/protobuf".to_owned(),

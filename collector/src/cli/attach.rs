@@ -211,9 +211,8 @@ impl Outputs {
 
     /// Delivers what is queued, to all at once: one that takes nothing costs the others no time. Says what was not delivered. The first
     /// signal cuts it short; a signal after one that ended the watch ends the process.
-    fn shutdown(&mut self, timeout: Duration, ending: &Ending) -> Vec<ExporterRow> {
-        let asked_before = ending.asked();
-        let is_cut = || !asked_before && ending.asked();
+    fn shutdown(&mut self, timeout: Duration, ending: &Ending, by_signal: bool) -> Vec<ExporterRow> {
+        let is_cut = || !by_signal && ending.asked();
         let errors: Vec<Option<String>> = thread::scope(|scope| {
             let exporters = self.exporters.iter_mut();
             let closing: Vec<_> = exporters
@@ -332,10 +331,12 @@ fn try_run(arguments: &AttachArguments, ending: &Ending) -> Result<Exit, (Exit, 
         outputs::write_whole(destination, text, outputs::PATIENCE).map_err(error)?;
     }
     reader.watch(ending, arguments.duration, begun);
+    // A signal from here on is not the one that ended the watch: it cuts the delivery short.
+    let by_signal = ending.asked();
     let detach_ms = reader.let_go();
     let duration_s = begun.elapsed().as_secs_f64();
     let flushing = Instant::now();
-    let exporters = outputs.shutdown(arguments.flush_timeout, ending);
+    let exporters = outputs.shutdown(arguments.flush_timeout, ending, by_signal);
 
     let summary = summarise(&session, &collector, &watched, exporters, (duration_s, detach_ms));
     if !arguments.quiet {

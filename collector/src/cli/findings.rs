@@ -1,6 +1,7 @@
 //! Findings on the terminal: a line when one comes or changes, and the open ones again at the end.
 
 use ringsight_exporters::model::Finding;
+use ringsight_output::Printable;
 
 use super::log;
 
@@ -10,12 +11,12 @@ fn line(finding: &Finding) -> String {
     let (hour, minute, second) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
     let name = match &*finding.communicator_name {
         "" => String::new(),
-        name => format!(" [{name}]"),
+        name => format!(" [{}]", Printable::from(name)),
     };
     format!(
         "{hour:02}:{minute:02}:{second:02} {:<5} {}{name}",
         finding.state(),
-        finding.text
+        Printable::from(&*finding.text)
     )
 }
 
@@ -36,7 +37,7 @@ fn write(text: &mut String, finding: &Finding) {
     *text += &line(finding);
     if !finding.ended {
         *text += "\n         next: ";
-        *text += &finding.next_step;
+        *text += &Printable::from(&*finding.next_step).to_string();
     }
     text.push('\n');
 }

@@ -35,8 +35,8 @@ use seccompiler::{
 
 /// The user and group that own nothing. Not those of the watched process: its other processes could signal this one.
 const NOBODY: u32 = 65_534;
-/// CPU seconds. The parent's limit is real time; this one holds if the parent is gone.
-const CPU_SECONDS: u64 = 5;
+/// CPU seconds. The parent's limit is real time and shorter, so that its reason is the one that is said; this one holds if the parent is gone.
+const CPU_SECONDS: u64 = 8;
 /// Bytes of address space beside the library's: what a table is answered with takes a few megabytes.
 const ADDRESS_SPACE: u64 = 1 << 30;
 /// Bytes of a library: NCCL's with code for every GPU has less than a half of it.
