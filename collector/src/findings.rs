@@ -16,7 +16,10 @@
 
 use std::{collections::BTreeMap, fmt::Write as _, sync::Arc};
 
-use ringsight_exporters::model::{self, TraceId};
+use ringsight_exporters::{
+    model::{self, TraceId},
+    ranks::Ranks,
+};
 use ringsight_records::Cause;
 use rustc_hash::FxHashMap;
 
@@ -57,6 +60,12 @@ impl Row {
             let precedence = std::cmp::Reverse(verdict.cause);
             (verdict.hang, precedence, verdict.time_ns)
         })
+    }
+
+    /// What a report of the row would say.
+    fn outcome(&self) -> Option<(Cause, u32, bool)> {
+        self.gravest()
+            .map(|verdict| (verdict.cause, verdict.culprit, verdict.hang))
     }
 }
 
@@ -103,9 +112,7 @@ impl Findings {
         let begun_ns = begun_ns.min(verdict.time_ns);
         row.said.insert(part.rank, (*verdict, begun_ns));
         row.ended_ns = None;
-        let now = row
-            .gravest()
-            .map(|verdict| (verdict.cause, verdict.culprit, verdict.hang));
+        let now = row.outcome();
         if now != row.reported {
             row.changed_ns.get_or_insert(verdict.time_ns);
         }
@@ -181,9 +188,7 @@ impl Findings {
                 continue;
             }
             row.changed_ns = None;
-            row.reported = row
-                .gravest()
-                .map(|verdict| (verdict.cause, verdict.culprit, verdict.hang));
+            row.reported = row.outcome();
             news.extend(to_model(key, row, communicators, clock));
         }
         news
@@ -306,7 +311,8 @@ fn sentence(verdict: &Verdict, row: &model::Finding) -> String {
             let _ = write!(text, "; rank {} has waited {waited:.1} s", one[0]);
         }
         (more, false) => {
-            let _ = write!(text, "; ranks {} have waited {waited:.1} s", model::ranges(more));
+            let ranks: Ranks = more.iter().copied().collect();
+            let _ = write!(text, "; ranks {ranks} have waited {waited:.1} s");
         }
         (_, true) => {
             let _ = write!(text, "; it ended after {waited:.1} s");

@@ -2,7 +2,6 @@
 
 mod connections;
 mod proxies;
-mod ranks;
 mod verdicts;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,7 +13,7 @@ use ringsight_records::{
 
 pub use connections::{End, Path};
 pub use proxies::Proxy;
-pub use ranks::Ranks;
+pub use ringsight_exporters::ranks::Ranks;
 pub use verdicts::{HeldUp, VerdictView, verdicts};
 
 /// Ranks that a communicator may have. A process that says more is broken, or hostile.

@@ -23,6 +23,7 @@ pub mod html;
 pub mod jsonl;
 pub mod model;
 pub mod otlp;
+pub mod ranks;
 pub mod worker;
 
 pub use model::{Batch, ExportStats, Exporter};

@@ -502,20 +502,6 @@ impl Finding {
     }
 }
 
-/// Numbers in ascending order as ranges: `0-3, 7`.
-#[must_use]
-pub fn ranges(numbers: &[u32]) -> String {
-    let consecutive = numbers.chunk_by(|one, next| one.checked_add(1) == Some(*next));
-    let texts: Vec<String> = consecutive
-        .map(|run| match run {
-            [one] => one.to_string(),
-            [first, .., last] => format!("{first}-{last}"),
-            [] => String::new(),
-        })
-        .collect();
-    texts.join(", ")
-}
-
 /// How an exporter is doing: `stats[Signal::Traces]` is the account of spans.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ExportStats {

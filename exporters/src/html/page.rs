@@ -10,7 +10,10 @@ use std::{
 };
 
 use super::store::Store;
-use crate::model::{Finding, Operation, OperationRank, ranges};
+use crate::{
+    model::{Finding, Operation, OperationRank},
+    ranks::Ranks,
+};
 
 const TEMPLATE: &str = include_str!("../../assets/page.html");
 const STYLE: &str = include_str!("../../assets/page.css");
@@ -374,7 +377,7 @@ fn data(out: &mut impl Write, store: &Store, findings: &[Finding], lost: u64, la
             "culprit": finding.culprit,
             "pid": place.map(|place| place.pid),
             "host": place.map(|place| &*place.host),
-            "waiting": ranges(&finding.waiting),
+            "waiting": finding.waiting.iter().copied().collect::<Ranks>().to_string(),
             "waited": finding.waited_ns,
             "text": finding.text,
             "next": finding.next_step,
