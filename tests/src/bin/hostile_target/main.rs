@@ -1,9 +1,9 @@
 //! `hostile_target CASE LIBRARY`: a process that attacks the collector that looks at it. For the tests in
 //! `tests/tests/hostile`, which start it as user 65534 in a folder of its own.
 //!
-//! It maps LIBRARY, which the collector takes for a communication library, acts out CASE up to the point where the collector is to look,
-//! writes `ready` (or `skip` and the reason, if an unprivileged process cannot play the case on this machine), and then does what the case says for each line of its input, which it answers by a line. It ends with its
-//! input.
+//! It maps LIBRARY, which the collector takes for a communication library, and acts out CASE up to the point where the collector is to look.
+//! Then it writes `ready`. If an unprivileged process cannot play the case on this machine, it writes `skip` and the reason instead.
+//! For each line of its input it does what the case says, and answers by a line. It ends with its input.
 
 mod library;
 mod namespaces;
