@@ -265,7 +265,8 @@ fn a_rank_without_descriptors_says_so() {
         let says = |end: &str| end.contains("END=SystemError") && end.contains("Too many open files");
         // A limited rank's proxy may meet the limit first: it answers the peer that asked, which tells why.
         let refused = |end: &str, rank: &usize| {
-            end.contains(&format!("the proxy of rank {rank} refuses: ")) && end.contains("Too many open files")
+            end.contains(&format!("the proxy of rank {rank} refuses: "))
+                && end.contains("Too many open files")
         };
         let told = |rank: &usize| says(&ends[*rank]) || ends.iter().any(|end| refused(end, rank));
         let context = format!("limit {limit} of ranks {limited:?}:\n{}", ends.join("\n"));

@@ -309,6 +309,20 @@ impl InFlightOperations {
         })
     }
 
+    /// The first operation of the graph that was captured last, as if its next replay began at `now`. Programs launch graphs
+    /// without the library, which learns of a replay when its kernel runs.
+    pub(super) fn next_replay(&self, now: u64) -> Option<RunningOperation> {
+        self.captured.iter().rev().find_map(|plan| {
+            let (info, progress) = plan.operations().next()?;
+            let replay = match progress {
+                Seen::NotReached => 1,
+                Seen::Completed { replay } => replay.wrapping_add(1),
+                Seen::Launched { replay, .. } | Seen::InProgress { replay, .. } => replay,
+            };
+            Some(plan.running(info, replay, now))
+        })
+    }
+
     /// Whether the eager operation `later` is of a later plan than `earlier`, so that it begins only after it. `None` if
     /// `later` is not in flight.
     pub(super) fn begins_after(&self, later: Identity, earlier: Identity) -> Option<bool> {

@@ -179,8 +179,11 @@ impl Watch {
         self.refresh(Duration::ZERO);
         let (culprit, others) = odd.split_first()?;
         let now = observe::now_ns();
-        let op = self.first_presumed(now);
-        let op = op.or_else(|| lock(&self.in_flight).first_queued(now))?;
+        // Another rank may find the difference before this rank's kernel begins.
+        let op = self.first_presumed(now).or_else(|| {
+            let in_flight = lock(&self.in_flight);
+            in_flight.first_queued(now).or_else(|| in_flight.next_replay(now))
+        })?;
         let verdict = Verdict {
             others: others.to_vec(),
             called: Some(text.to_owned()),
