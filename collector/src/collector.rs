@@ -193,6 +193,7 @@ impl Collector {
                     self.hand_on();
                     self.network_of_exited(process.pid);
                     self.communicators.exited(process.pid);
+                    self.findings.exited(process.pid);
                 }
                 self.gone.retain(|(_, pid)| *pid != process.pid);
                 self.communicators.watch(process);
@@ -342,7 +343,8 @@ impl Collector {
                     }
                 }
                 Finished::Judged(part) => {
-                    self.findings.judged(&part, self.maker.scope());
+                    let limit = self.correlator.limits().findings;
+                    self.findings.judged(&part, self.maker.scope(), limit);
                     let instead = self
                         .awaited
                         .judged(&part, &mut self.correlator, &self.communicators);
@@ -450,12 +452,13 @@ impl Collector {
         if !self.gone.is_empty() {
             let now = self.now_ns;
             let (communicators, awaited) = (&mut self.communicators, &mut self.awaited);
-            let instances = &mut self.instances;
+            let (instances, findings) = (&mut self.instances, &mut self.findings);
             self.gone.retain(|(until, pid)| {
                 if *until <= now {
                     communicators.exited(*pid);
                     awaited.exited(*pid);
                     instances.exited(*pid);
+                    findings.exited(*pid);
                 }
                 *until > now
             });
@@ -589,6 +592,7 @@ impl Collector {
             self.correlator.left_out(),
             self.communicators.left_out(),
             *self.instances.left_out(),
+            *self.findings.left_out(),
             *self.metrics.left_out(),
             *self.network.left_out(),
             self.log.left_out(),

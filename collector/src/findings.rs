@@ -12,9 +12,15 @@
 //!
 //! # Invariants
 //! - A row's verdict is the gravest of its ranks' last ones: a hang before a late rank, then the cause that counts first, then the newest.
-//! - At most 1,024 rows are kept. The oldest ended row makes room, else the new one is counted and left out.
+//! - A process keeps as many verdicts in rows as [`Limit::Findings`] lets it. Past that its oldest row that is over makes room, else the
+//!   new verdict is counted and left out.
+//! - A row is over when it has been reported, and has ended or every process that spoke in it is gone.
 
-use std::{collections::BTreeMap, fmt::Write as _, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::Write as _,
+    sync::Arc,
+};
 
 use ringsight_exporters::{
     model::{self, TraceId},
@@ -28,21 +34,32 @@ use crate::{
     correlate::{RankOperation, Verdict, communicators::Communicators},
     identity::{InstanceKey, Scope},
     lag::WaitedFor,
+    limits::{LeftOut, Limit, Shared},
     spans::operation_name,
 };
 
-/// Rows that are kept.
-const LIMIT: usize = 1024;
 /// How long a row waits for the verdicts of other ranks before it is news, nanoseconds.
 const SETTLE_NS: u64 = 150_000_000;
+
+/// What one rank said last.
+#[derive(Clone, Copy, Debug)]
+struct Said {
+    verdict: Verdict,
+    /// Since when the rank's part has been in progress.
+    begun_ns: u64,
+    /// The rank's process.
+    pid: u32,
+}
 
 /// What the ranks of one operation said.
 #[derive(Debug)]
 struct Row {
+    /// In the order of the rows' first verdicts.
+    number: u64,
     trace_id: TraceId,
     name: &'static str,
-    /// By waiting rank: its last verdict, and since when its part has been in progress.
-    said: BTreeMap<u32, (Verdict, u64)>,
+    /// By waiting rank.
+    said: BTreeMap<u32, Said>,
     /// When the first verdict was given.
     first_ns: u64,
     ended_ns: Option<u64>,
@@ -55,7 +72,7 @@ struct Row {
 impl Row {
     /// The verdict that stands for the row; there is always one.
     fn gravest(&self) -> Option<&Verdict> {
-        let verdicts = self.said.values().map(|(verdict, _)| verdict);
+        let verdicts = self.said.values().map(|said| &said.verdict);
         verdicts.max_by_key(|verdict| {
             let precedence = std::cmp::Reverse(verdict.cause);
             (verdict.hang, precedence, verdict.time_ns)
@@ -69,29 +86,51 @@ impl Row {
     }
 }
 
+/// What one process has said.
+#[derive(Debug, Default)]
+struct OfProcess {
+    /// Verdicts that rows keep.
+    verdicts: usize,
+    /// Numbers of these rows.
+    rows: BTreeSet<u64>,
+    /// The process is gone.
+    is_gone: bool,
+}
+
 /// All rows.
 #[derive(Debug, Default)]
 pub struct Findings {
     rows: FxHashMap<InstanceKey, Row>,
-    /// In the order of their first verdict.
-    order: Vec<InstanceKey>,
+    /// By number.
+    order: BTreeMap<u64, InstanceKey>,
+    /// Rows that changed and have not been reported.
+    changed: BTreeSet<u64>,
+    /// Rows that are over.
+    over: BTreeSet<u64>,
+    by_process: FxHashMap<u32, OfProcess>,
+    /// Verdicts that rows keep.
+    verdicts: usize,
+    numbers: u64,
     hangs: u64,
-    left_out: u64,
+    left_out: LeftOut,
 }
 
 impl Findings {
-    /// A rank's watchdog has given a verdict, the last one of `part`.
-    pub(crate) fn judged(&mut self, part: &RankOperation, scope: &Scope) {
+    /// A rank's watchdog has given a verdict, the last one of `part`. `limit` is for the rank's process, and for all.
+    pub(crate) fn judged(&mut self, part: &RankOperation, scope: &Scope, limit: Shared) {
         let (Some(verdict), Some(key)) = (part.verdicts.last(), part.instance()) else {
             return;
         };
-        if !self.rows.contains_key(&key) && self.order.len() >= LIMIT && !self.make_room() {
-            self.left_out += 1;
+        let spoke = self.rows.get(&key).and_then(|row| row.said.get(&part.rank));
+        if spoke.is_none_or(|said| said.pid != part.pid) && !self.has_room(part.pid, limit) {
+            self.left_out.count(Limit::Findings);
             return;
         }
+        let numbers = &mut self.numbers;
         let row = self.rows.entry(key).or_insert_with(|| {
-            self.order.push(key);
+            *numbers += 1;
             Row {
+                number: *numbers,
                 trace_id: key.trace_id(scope),
                 name: operation_name(part.function(), key.kind),
                 said: BTreeMap::new(),
@@ -101,6 +140,8 @@ impl Findings {
                 reported: None,
             }
         });
+        let number = row.number;
+        self.order.insert(number, key);
         if let Some(function) = part.function() {
             row.name = operation_name(Some(function), key.kind);
         }
@@ -109,8 +150,12 @@ impl Findings {
             0 => part.begun_ns().unwrap_or(verdict.time_ns),
             begun_ns => begun_ns,
         };
-        let begun_ns = begun_ns.min(verdict.time_ns);
-        row.said.insert(part.rank, (*verdict, begun_ns));
+        let said = Said {
+            verdict: *verdict,
+            begun_ns: begun_ns.min(verdict.time_ns),
+            pid: part.pid,
+        };
+        let before = row.said.insert(part.rank, said);
         row.ended_ns = None;
         let now = row.outcome();
         if now != row.reported {
@@ -119,6 +164,15 @@ impl Findings {
         if !was_hang && now.is_some_and(|(_, _, hang)| hang) {
             self.hangs += 1;
         }
+        if let Some(before) = before {
+            self.forget(before.pid, number);
+        }
+        self.verdicts += 1;
+        let own = self.by_process.entry(part.pid).or_default();
+        own.verdicts += 1;
+        own.rows.insert(number);
+        own.is_gone = false;
+        self.note(&key);
     }
 
     /// A rank's part has ended. One that was aborted is no end: the ranks waited in vain.
@@ -126,26 +180,98 @@ impl Findings {
         if self.rows.is_empty() || part.aborted {
             return;
         }
-        if let Some(row) = part.instance().and_then(|key| self.rows.get_mut(&key))
+        let Some(key) = part.instance() else {
+            return;
+        };
+        if let Some(row) = self.rows.get_mut(&key)
             && row.ended_ns.is_none()
         {
             let end_ns = part.latest_ns();
             row.ended_ns = Some(end_ns);
             row.changed_ns.get_or_insert(end_ns);
+            self.note(&key);
         }
     }
 
-    /// Forgets the oldest row that has ended and was reported.
-    fn make_room(&mut self) -> bool {
-        let is_over = |key: &InstanceKey| {
-            let row = self.rows.get(key);
-            row.is_none_or(|row| row.ended_ns.is_some() && row.changed_ns.is_none())
+    /// A process is gone: its rows are kept as long as there is room for them.
+    pub(crate) fn exited(&mut self, pid: u32) {
+        let Some(own) = self.by_process.get_mut(&pid) else {
+            return;
         };
-        let Some(at) = self.order.iter().position(is_over) else {
-            return false;
+        own.is_gone = true;
+        let keys: Vec<_> = own
+            .rows
+            .iter()
+            .filter_map(|number| self.order.get(number).copied())
+            .collect();
+        keys.iter().for_each(|key| self.note(key));
+    }
+
+    /// Enters a row among those that changed and those that are over, as it now is.
+    fn note(&mut self, key: &InstanceKey) {
+        let Some(row) = self.rows.get(key) else {
+            return;
         };
-        self.rows.remove(&self.order.remove(at));
-        true
+        let is_gone = |pid: &u32| self.by_process.get(pid).is_none_or(|own| own.is_gone);
+        let is_last = row.ended_ns.is_some() || row.said.values().all(|said| is_gone(&said.pid));
+        let set = |numbers: &mut BTreeSet<u64>, is_in: bool| {
+            if is_in {
+                numbers.insert(row.number);
+            } else {
+                numbers.remove(&row.number);
+            }
+        };
+        set(&mut self.changed, row.changed_ns.is_some());
+        set(&mut self.over, row.changed_ns.is_none() && is_last);
+    }
+
+    /// Whether one more verdict of a process may be kept. Forgets a row that is over if that takes one.
+    ///
+    /// A process has its part of the whole whatever others have. So the whole is held by what processes that are gone leave behind.
+    fn has_room(&mut self, pid: u32, limit: Shared) -> bool {
+        if self.verdicts >= limit.all
+            && let Some(oldest) = self.over.first().copied()
+        {
+            self.remove(oldest);
+        }
+        let Some(own) = self.by_process.get(&pid) else {
+            return true;
+        };
+        if own.verdicts < limit.process {
+            return true;
+        }
+        let oldest = own.rows.iter().copied().find(|row| self.over.contains(row));
+        oldest.is_some_and(|row| {
+            self.remove(row);
+            true
+        })
+    }
+
+    /// Forgets a row.
+    fn remove(&mut self, number: u64) {
+        self.changed.remove(&number);
+        self.over.remove(&number);
+        let row = self.order.remove(&number).and_then(|key| self.rows.remove(&key));
+        for said in row.into_iter().flat_map(|row| row.said.into_values()) {
+            self.forget(said.pid, number);
+        }
+    }
+
+    /// A row no longer keeps a verdict of a process.
+    fn forget(&mut self, pid: u32, number: u64) {
+        self.verdicts -= 1;
+        let Some(own) = self.by_process.get_mut(&pid) else {
+            return;
+        };
+        own.verdicts -= 1;
+        let key = self.order.get(&number);
+        let row = key.and_then(|key| self.rows.get(key));
+        if row.is_none_or(|row| row.said.values().all(|said| said.pid != pid)) {
+            own.rows.remove(&number);
+        }
+        if own.verdicts == 0 {
+            self.by_process.remove(&pid);
+        }
     }
 
     /// Operations that a watchdog has called a hang, ended or not.
@@ -160,10 +286,10 @@ impl Findings {
         self.rows.values().any(|row| row.ended_ns.is_none())
     }
 
-    /// Operations that were left out for want of room.
+    /// What was left out so far.
     #[must_use]
-    pub fn left_out(&self) -> u64 {
-        self.left_out
+    pub fn left_out(&self) -> &LeftOut {
+        &self.left_out
     }
 
     /// Rows that changed at least [`SETTLE_NS`] before `now_ns` since the last call, the oldest first; all that changed if no more verdicts
@@ -175,21 +301,21 @@ impl Findings {
         communicators: &Communicators,
         clock: &Clock,
     ) -> Vec<model::Finding> {
+        let is_settled = |since| is_last || now_ns.saturating_sub(since) >= SETTLE_NS;
         let mut news = Vec::new();
-        if self.rows.is_empty() {
-            return news;
-        }
-        for key in &self.order {
-            let Some(row) = self.rows.get_mut(key) else {
+        for number in std::mem::take(&mut self.changed) {
+            let Some(key) = self.order.get(&number).copied() else {
                 continue;
             };
-            let is_settled = |since| is_last || now_ns.saturating_sub(since) >= SETTLE_NS;
-            if !row.changed_ns.is_some_and(is_settled) {
+            let Some(row) = self.rows.get_mut(&key) else {
                 continue;
+            };
+            if row.changed_ns.is_some_and(is_settled) {
+                row.changed_ns = None;
+                row.reported = row.outcome();
+                news.extend(to_model(&key, row, communicators, clock));
             }
-            row.changed_ns = None;
-            row.reported = row.outcome();
-            news.extend(to_model(key, row, communicators, clock));
+            self.note(&key);
         }
         news
     }
@@ -199,7 +325,7 @@ impl Findings {
     pub(crate) fn rows(&self, communicators: &Communicators, clock: &Clock) -> Vec<model::Finding> {
         let rows = self
             .order
-            .iter()
+            .values()
             .filter_map(|key| Some((key, self.rows.get(key)?)));
         rows.filter_map(|(key, row)| to_model(key, row, communicators, clock))
             .collect()
@@ -213,7 +339,7 @@ impl Findings {
         let row = self.rows.get(key)?;
         let verdict = row.gravest()?;
         let until_ns = row.ended_ns.unwrap_or(verdict.time_ns);
-        let begun_ns = row.said.values().map(|(_, begun_ns)| *begun_ns).min()?;
+        let begun_ns = row.said.values().map(|said| said.begun_ns).min()?;
         Some(WaitedFor {
             culprit: verdict.culprit,
             waited_ns: until_ns.saturating_sub(begun_ns),
@@ -236,11 +362,14 @@ fn to_model(
             pid: member.pid,
             host: Arc::clone(&member.watched.host),
         });
-    let last_ns = row.said.values().map(|(verdict, _)| verdict.time_ns).max()?;
+    let last_ns = row.said.values().map(|said| said.verdict.time_ns).max()?;
     let waited_ns = row
         .said
         .values()
-        .map(|(verdict, begun_ns)| row.ended_ns.unwrap_or(verdict.time_ns).saturating_sub(*begun_ns))
+        .map(|said| {
+            let until_ns = row.ended_ns.unwrap_or(said.verdict.time_ns);
+            until_ns.saturating_sub(said.begun_ns)
+        })
         .max()?;
     let mut model = model::Finding {
         trace_id: row.trace_id,
@@ -357,6 +486,10 @@ mod tests {
     use crate::limits::Limits;
 
     const MS: u64 = 1_000_000;
+    const LIMIT: Shared = Shared {
+        process: 100,
+        all: 1000,
+    };
 
     fn part(rank: u32, seq: u64, verdicts: &[Verdict]) -> RankOperation {
         let mut part = RankOperation::default();
@@ -430,7 +563,7 @@ mod tests {
         let scope = Scope::default();
         for rank in 0..3 {
             let verdict = said(3_100 + u64::from(rank), Cause::NotLaunched, 3, false);
-            findings.judged(&part(rank, 750, &[verdict]), &scope);
+            findings.judged(&part(rank, 750, &[verdict]), &scope, LIMIT);
         }
         let news =
             |findings: &mut Findings, ms: u64| findings.take_news(ms * MS, false, &communicators, &clock);
@@ -459,6 +592,7 @@ mod tests {
         findings.judged(
             &part(1, 750, &[said(62_000, Cause::NotLaunched, 3, true)]),
             &scope,
+            LIMIT,
         );
         let changed = news(&mut findings, 63_000);
         assert_eq!((changed.len(), changed[0].hang, findings.hangs()), (1, true, 1));
@@ -490,27 +624,75 @@ mod tests {
         let (communicators, clock) = job();
         let mut findings = Findings::default();
         let scope = Scope::default();
-        findings.judged(&part(0, 1, &[said(3_000, Cause::NotLaunched, 2, false)]), &scope);
-        findings.judged(&part(1, 1, &[said(2_900, Cause::RankDead, 3, true)]), &scope);
-        findings.judged(&part(2, 1, &[said(3_100, Cause::StuckKernel, 0, true)]), &scope);
+        findings.judged(
+            &part(0, 1, &[said(3_000, Cause::NotLaunched, 2, false)]),
+            &scope,
+            LIMIT,
+        );
+        findings.judged(
+            &part(1, 1, &[said(2_900, Cause::RankDead, 3, true)]),
+            &scope,
+            LIMIT,
+        );
+        findings.judged(
+            &part(2, 1, &[said(3_100, Cause::StuckKernel, 0, true)]),
+            &scope,
+            LIMIT,
+        );
         let rows = findings.rows(&communicators, &clock);
         assert_eq!((rows[0].cause, rows[0].culprit), ("RANK_DEAD", 3));
     }
 
     #[test]
-    fn room_is_made_of_what_has_ended_and_the_rest_is_counted() {
+    fn a_process_makes_room_of_its_own_rows_that_are_over() {
         let (communicators, clock) = job();
         let mut findings = Findings::default();
-        let scope = Scope::default();
         let verdict = [said(3_000, Cause::NotLaunched, 3, true)];
-        for seq in 0..LIMIT as u64 + 1 {
-            findings.judged(&part(0, seq, &verdict), &scope);
+        let limit = Shared { process: 3, all: 100 };
+        let judged = |findings: &mut Findings, rank, seq| {
+            findings.judged(&part(rank, seq, &verdict), &Scope::default(), limit);
+            (findings.order.len(), findings.left_out.of(Limit::Findings))
+        };
+        for seq in 0..3 {
+            judged(&mut findings, 0, seq);
         }
-        assert_eq!((findings.order.len(), findings.left_out()), (LIMIT, 1));
-        findings.ended(&part(0, 5, &[]));
+        assert_eq!(judged(&mut findings, 0, 0), (3, 0), "the same rank again");
+        assert_eq!(judged(&mut findings, 0, 3), (3, 1), "all its rows are open");
+        assert_eq!(judged(&mut findings, 1, 3), (4, 1), "another process has its own");
+        findings.ended(&part(1, 3, &[]));
+        findings.ended(&part(0, 2, &[]));
+        assert_eq!(judged(&mut findings, 0, 3), (4, 2), "the end is not reported yet");
         let _ = findings.take_news(0, true, &communicators, &clock);
-        findings.judged(&part(0, 5_000, &verdict), &scope);
-        assert_eq!((findings.order.len(), findings.left_out()), (LIMIT, 1));
+        assert_eq!(judged(&mut findings, 0, 3), (3, 2));
+        let _ = findings.take_news(0, true, &communicators, &clock);
+        assert_eq!(judged(&mut findings, 0, 4), (3, 3));
+        // What was counted is what is there.
+        let kept: usize = findings.rows.values().map(|row| row.said.len()).sum();
+        let of_processes: usize = findings.by_process.values().map(|own| own.verdicts).sum();
+        assert_eq!((findings.verdicts, of_processes), (kept, kept));
+    }
+
+    #[test]
+    fn processes_that_are_gone_make_room_for_all() {
+        let (communicators, clock) = job();
+        let mut findings = Findings::default();
+        let limit = Shared { process: 3, all: 30 };
+        for pid in 1..1000 {
+            for seq in 0..3 {
+                let mut part = part(
+                    0,
+                    u64::from(3 * pid + seq),
+                    &[said(3_000, Cause::NoAnswer, 3, true)],
+                );
+                part.pid = pid;
+                findings.judged(&part, &Scope::default(), limit);
+            }
+            findings.exited(pid);
+            let _ = findings.take_news(0, true, &communicators, &clock);
+        }
+        assert_eq!((findings.order.len(), findings.by_process.len()), (30, 10));
+        assert_eq!(findings.left_out.of(Limit::Findings), 0);
+        assert!(findings.any_open(), "they never ended");
     }
 
     #[test]

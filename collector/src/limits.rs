@@ -44,6 +44,8 @@ pub enum Limit {
     Graphs,
     /// Operations that wait for other ranks.
     Instances,
+    /// Verdicts of ranks in the list of what is wrong.
+    Findings,
     /// Queue pairs.
     QueuePairs,
     /// Memory registrations.
@@ -75,6 +77,7 @@ impl Limit {
         Self::CapturedOperations,
         Self::Graphs,
         Self::Instances,
+        Self::Findings,
         Self::QueuePairs,
         Self::Registrations,
         Self::Failovers,
@@ -102,6 +105,7 @@ impl Limit {
             Self::CapturedOperations => "captured_operations",
             Self::Graphs => "graphs",
             Self::Instances => "instances",
+            Self::Findings => "findings",
             Self::QueuePairs => "queue_pairs",
             Self::Registrations => "registrations",
             Self::Failovers => "failovers",
@@ -130,6 +134,7 @@ impl Limit {
             Self::CapturedOperations => "captured operations",
             Self::Graphs => "destroyed graphs",
             Self::Instances => "operations that wait for other ranks",
+            Self::Findings => "verdicts in the list of what is wrong",
             Self::QueuePairs => "queue pairs",
             Self::Registrations => "memory registrations",
             Self::Failovers => "connections that fail over",
@@ -194,6 +199,8 @@ pub struct Limits {
     pub graphs: usize,
     /// [`Limit::Instances`].
     pub instances: Shared,
+    /// [`Limit::Findings`].
+    pub findings: Shared,
     /// [`Limit::QueuePairs`].
     pub queue_pairs: Shared,
     /// [`Limit::Registrations`].
@@ -234,6 +241,7 @@ impl Limits {
             Limit::CapturedOperations => (Some(self.captured_operations), None),
             Limit::Graphs => (Some(self.graphs), None),
             Limit::Instances => self.instances.figures(),
+            Limit::Findings => self.findings.figures(),
             Limit::QueuePairs => self.queue_pairs.figures(),
             Limit::Registrations => self.registrations.figures(),
             Limit::Failovers => self.failovers.figures(),
@@ -263,6 +271,7 @@ impl Default for Limits {
             captured_operations: 32_768,
             graphs: 1024,
             instances: shared(16_384, 65_536),
+            findings: shared(1024, 16_384),
             queue_pairs: shared(16_384, 65_536),
             registrations: shared(16_384, 65_536),
             failovers: shared(4096, 16_384),

@@ -291,6 +291,69 @@ fn verdicts_without_end() {
 }
 
 #[test]
+fn a_list_of_what_is_wrong_that_one_process_fills() {
+    let judges = |n: u32| match n % 2 {
+        0 => Sample::Description {
+            pid: PID,
+            description: Box::new(Description {
+                seq: u64::from(n),
+                ..described(n)
+            }),
+        },
+        _ => sample(Record {
+            seq: u64::from(n - 1),
+            value: u64::from(Cause::RankStopped.code()) << 32 | 1,
+            time_ns: EPOCH_NS + u64::from(n),
+            ..record(Kind::Verdict, State::STOP, n - 1)
+        }),
+    };
+    let limits = Limits {
+        verdicts: usize::MAX,
+        // Nothing else is at its limit.
+        operations: Shared {
+            process: 100_000,
+            all: 1_000_000,
+        },
+        ..Limits::default()
+    };
+    let options = Options {
+        limits,
+        ..Options::default()
+    };
+    let (mut collector, _) = beside(options, judges);
+    let most = limits.findings.process;
+    assert_eq!(collector.findings().len(), most);
+    assert_eq!(
+        left_out(&collector, Limit::Findings),
+        u64::from(LOOKS) * LOOK as u64 / 2 - most as u64
+    );
+    only(&mut collector, &[Limit::Findings]);
+    // The job beside it has its own place in the list.
+    let job = job();
+    let operation = Operation::all_reduce(LOOKS + 1);
+    let of_job = job.streams(0, std::slice::from_ref(&operation));
+    let described = of_job
+        .ring
+        .into_iter()
+        .find(|sample| matches!(sample, Sample::Description { .. }));
+    let judged = Sample::Record {
+        pid: job.pid(0),
+        tid: 0,
+        carrier: Carrier::Ring,
+        record: Record {
+            comm: job.comm,
+            seq: operation.seq,
+            value: u64::from(Cause::RankStopped.code()) << 32 | 1,
+            ..record(Kind::Verdict, State::STOP, operation.op)
+        },
+    };
+    collector.ingest_each(described.into_iter().chain([judged]));
+    let findings = collector.findings();
+    let of_job = findings.iter().filter(|finding| finding.communicator == job.comm);
+    assert_eq!(of_job.count(), 1);
+}
+
+#[test]
 fn a_verdict_takes_no_longer_of_an_operation_that_holds_much() {
     let limits = Limits {
         verdicts: usize::MAX,

@@ -270,6 +270,7 @@ impl Correlator {
             operations: part(self.whole.operations),
             operation_parts: part(self.whole.operation_parts),
             instances: part(self.whole.instances),
+            findings: part(self.whole.findings),
             queue_pairs: part(self.whole.queue_pairs),
             registrations: part(self.whole.registrations),
             failovers: part(self.whole.failovers),
