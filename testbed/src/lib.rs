@@ -8,7 +8,8 @@
 //! | module | owns |
 //! |---|---|
 //! | [`process`] | child processes that end with their parent |
-//! | `random`, `stats` | seeded numbers; medians, quantiles, means |
+//! | [`random`] | seeded numbers |
+//! | `stats` | medians, quantiles, means |
 //! | [`workspace`] | paths of the workspace, and its builds |
 //! | [`machine`] | the cache of tools, Debian's packages, rights |
 //! | [`backend`] | Jaeger as a child, and HTTP to it |
@@ -42,7 +43,7 @@ pub mod machine;
 mod nccl;
 mod otlp;
 pub mod process;
-mod random;
+pub mod random;
 mod ranks;
 mod stats;
 pub mod vm;

@@ -4,16 +4,17 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 /// SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
 #[derive(Clone, Debug)]
-pub(crate) struct Random(u64);
+pub struct Random(u64);
 
 impl Random {
     /// The sequence of `seed`.
-    pub(crate) fn new(seed: u64) -> Self {
+    #[must_use]
+    pub fn new(seed: u64) -> Self {
         Self(seed)
     }
 
     /// The next 64 bits.
-    pub(crate) fn bits(&mut self) -> u64 {
+    pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -27,14 +28,15 @@ impl Random {
     }
 
     /// A number below `bound`, which must not be 0.
-    pub(crate) fn below(&mut self, bound: u64) -> u64 {
+    pub fn below(&mut self, bound: u64) -> u64 {
         // The bias is below bound / 2^64.
         ((u128::from(self.bits()) * u128::from(bound)) >> 64) as u64
     }
 }
 
 /// A seed that differs from run to run, of at most five digits.
-pub(crate) fn fresh_seed() -> u64 {
+#[must_use]
+pub fn fresh_seed() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     since.map_or(1, |since| since.as_nanos() as u64 % 100_000)
 }

@@ -506,7 +506,8 @@ impl<'a> Pages<'a> {
         let table: &[VerdictSlot] = self.table(self.geometry.verdicts);
         // Relaxed: the number alone is drawn.
         let before = self.header.verdicts.fetch_add(1, Ordering::Relaxed);
-        let number = before + 1;
+        // Wraps where somebody who may write the pages has changed the count.
+        let number = before.wrapping_add(1);
         if let Some(slot) = table.get(before as usize & table.len().saturating_sub(1)) {
             // One that is overtaken by a whole round of others is not kept.
             let _ = slot.write(&GivenVerdict { number, ..*verdict });

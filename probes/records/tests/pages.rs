@@ -214,6 +214,16 @@ fn the_last_verdicts_are_kept_in_their_order() {
     assert_eq!(kept(), expected.collect::<Vec<_>>());
 }
 
+#[test]
+fn a_count_of_verdicts_that_somebody_changed_ends_nobody() {
+    let memory = Memory::standard();
+    let pages = memory.pages().unwrap();
+    memory.header().verdicts.store(u64::MAX, Ordering::Relaxed);
+    pages.keep_verdict(&verdict(1));
+    pages.keep_verdict(&verdict(2));
+    assert_eq!(pages.verdicts().count(), 2);
+}
+
 /// Every field the same number: a description that mixes two writes shows.
 fn uniform(n: u32) -> Description {
     let wide = u64::from(n);

@@ -9,6 +9,7 @@
 //! | `files` | its library, its texts in `/proc`, files in its root |
 //! | `outputs` | the folder and the pipes that the collector writes to, and names in what it writes |
 //! | `pages` | its shared pages and the records in them |
+//! | `random` | everything, at random |
 //!
 //! [`Target::start`] runs a case as user 65534. [`target::ringsight`] is the collector, built as the tests are: with debug assertions,
 //! so that an overflow that a target provokes is found.
@@ -17,6 +18,7 @@ mod explain;
 mod files;
 mod outputs;
 mod pages;
+mod random;
 mod target;
 
 use target::{Collected, Target};

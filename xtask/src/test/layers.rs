@@ -145,7 +145,12 @@ pub(super) static LAYERS: [Layer; 16] = [
     Layer::new("soak", Needs::Release, |run, _| check_soak(run.full)).tier(Tier::Full(
         "it looks for verdicts that are false once in many minutes",
     )),
-    Layer::new("end to end", Needs::Release, end_to_end).holding_tests(),
+    Layer::new("end to end", Needs::Release, end_to_end)
+        .holding_tests()
+        .tier(Tier::Sample(
+            "ten minutes of random content beside an honest job",
+            "ten seconds write each kind of content, by a fresh seed",
+        )),
     Layer::new("dist", Needs::Release, |_, _| {
         dist::check().map(|()| Outcome::Ran(Counts::PASSED))
     }),
@@ -386,10 +391,14 @@ pub(super) fn soak(arguments: &[&str]) -> Result<Outcome> {
 }
 
 fn end_to_end(run: &Run, report: &mut Report) -> Result<Outcome> {
+    let mut environment = tools(vec![(JAEGER, setup::jaeger())]);
+    if run.full {
+        environment.push((FULL, "1".into()));
+    }
     let tests = Tests {
         packages: &["-p", "ringsight-tests"],
         filter: run.filter.as_deref(),
-        environment: tools(vec![(JAEGER, setup::jaeger())]),
+        environment,
         logs: run.target.join("test-logs"),
         // Each starts a job of several processes and checks times.
         in_turn: true,

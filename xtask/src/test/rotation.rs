@@ -24,9 +24,11 @@ pub(super) enum Part {
     Leaks,
     /// A test program of `comm` that samples elsewhere.
     Sampled(&'static str),
+    /// Targets that write random content, for so many seconds.
+    Hostile(&'static str),
 }
 
-pub(super) static PARTS: [Part; 25] = [
+pub(super) static PARTS: [Part; 26] = [
     Part::Guests("ports that fail", Series::V6_1),
     Part::Guests("ports that fail", Series::V6_12),
     Part::Guests("connections, mlx5", Series::V6_1),
@@ -52,6 +54,7 @@ pub(super) static PARTS: [Part; 25] = [
     Part::Leaks,
     Part::Sampled("matrix"),
     Part::Sampled("groups"),
+    Part::Hostile("150"),
 ];
 
 impl Part {
@@ -62,6 +65,7 @@ impl Part {
             Self::Soak(_) => "soak".to_owned(),
             Self::Leaks => "leaks".to_owned(),
             Self::Sampled(test) => format!("comm's {test}"),
+            Self::Hostile(_) => "hostile targets".to_owned(),
         }
     }
 
@@ -76,6 +80,21 @@ impl Part {
                 command
                     .args(["test", "--locked", "-p", "ringsight-comm", "--test", test])
                     .env(FULL, "1");
+                report.cargo_test(&mut command)
+            }
+            Self::Hostile(seconds) => {
+                let mut command = ringsight_testbed::workspace::cargo();
+                command
+                    .args([
+                        "test",
+                        "--locked",
+                        "-p",
+                        "ringsight-tests",
+                        "--test",
+                        "hostile",
+                        "random",
+                    ])
+                    .env("HOSTILE_SECONDS", seconds);
                 report.cargo_test(&mut command)
             }
         }

@@ -10,6 +10,7 @@ mod namespaces;
 mod outputs;
 mod pages;
 mod process;
+mod random;
 
 use std::{
     ffi::OsString,
@@ -45,6 +46,8 @@ const CASES: &[(&str, Case)] = &[
     ("pages-lease", pages::lease),
     ("described", outputs::described),
     ("names", outputs::names),
+    ("random-records", random::records),
+    ("random-files", random::files),
 ];
 
 fn main() -> Result<()> {

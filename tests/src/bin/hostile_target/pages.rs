@@ -4,12 +4,13 @@ use std::{
     ffi::CString,
     fs::{self, File},
     io,
+    mem::offset_of,
     os::{
         fd::{AsRawFd as _, FromRawFd as _},
         unix::fs::MetadataExt as _,
     },
     path::Path,
-    sync::atomic::Ordering,
+    sync::atomic::{AtomicU64, Ordering},
     thread,
 };
 
@@ -87,8 +88,31 @@ impl Own {
 
     /// The pages as the library sees them.
     pub(crate) fn view(&self) -> Pages<'static> {
-        // SAFETY: mapped for the life of the process, page-aligned, and changed through atomics where the collector is not to be attacked.
-        unsafe { Pages::new(self.base, Geometry::standard().file_bytes) }.expect("made just now")
+        // SAFETY: mapped for the life of the process, page-aligned, laid out so, and changed through atomics where the collector is not to be attacked.
+        unsafe { Pages::at(self.base, Geometry::standard()) }
+    }
+
+    /// A word of the pages, by its number.
+    pub(crate) fn word(&self, number: usize) -> &AtomicU64 {
+        assert!(number < Geometry::standard().file_bytes / 8);
+        // SAFETY: within the mapping, which is page-aligned, lives as long as the process and is changed through atomics.
+        unsafe { &*self.base.cast::<AtomicU64>().add(number) }
+    }
+
+    /// The words of the header.
+    pub(crate) fn header_words(&self) -> Vec<u64> {
+        let words = 0..size_of::<Header>() / 8;
+        words
+            .map(|number| self.word(number).load(Ordering::Relaxed))
+            .collect()
+    }
+
+    /// Writes what the library never changes of its header again, as it was in `words`.
+    pub(crate) fn mend_header(&self, words: &[u64]) {
+        let places = offset_of!(Header, connection_offset) / 8..words.len();
+        for number in (0..offset_of!(Header, comm_overflow) / 8).chain(places) {
+            self.word(number).store(words[number], Ordering::Relaxed);
+        }
     }
 
     /// Adds a communicator of two ranks with this name.
@@ -151,7 +175,7 @@ impl Own {
 }
 
 /// `CLOCK_MONOTONIC`, nanoseconds.
-fn now_ns() -> u64 {
+pub(crate) fn now_ns() -> u64 {
     let mut time = libc::timespec {
         tv_sec: 0,
         tv_nsec: 0,
