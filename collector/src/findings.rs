@@ -26,7 +26,7 @@ use ringsight_exporters::{
     model::{self, TraceId},
     ranks::Ranks,
 };
-use ringsight_records::Cause;
+use ringsight_records::{Cause, verdicts::Nic};
 use rustc_hash::FxHashMap;
 
 use crate::{
@@ -397,13 +397,13 @@ fn to_model(
         text: String::new(),
         next_step: String::new(),
     };
-    model.text = sentence(verdict, &model);
+    model.text = sentence(verdict.cause, verdict.nic.as_ref(), &model);
     model.next_step = next_step(verdict.cause, verdict.culprit, model.culprit_place.as_ref());
     Some(model)
 }
 
 /// `rank 3 (pid 7553, host b) has not launched all_reduce 750; ranks 0-2 have waited 2.1 s`.
-fn sentence(verdict: &Verdict, row: &model::Finding) -> String {
+pub(crate) fn sentence(cause: Cause, nic: Option<&Nic>, row: &model::Finding) -> String {
     let operation = row.operation_words();
     let mut text = format!("rank {}", row.culprit);
     // Writing to a string does not fail.
@@ -412,7 +412,7 @@ fn sentence(verdict: &Verdict, row: &model::Finding) -> String {
         Some(model::Place { pid, host }) => write!(text, " (pid {pid}, host {host})"),
         None => write!(text, " (not watched here)"),
     };
-    text += &match verdict.cause {
+    text += &match cause {
         Cause::RankDead => format!(" is dead: its process is gone in {operation}"),
         Cause::DeviceFault => format!(": its device has failed in {operation}"),
         Cause::PeerAborted => {
@@ -424,7 +424,7 @@ fn sentence(verdict: &Verdict, row: &model::Finding) -> String {
         Cause::NotLaunched => format!(" has not launched {operation}"),
         Cause::QueuedBehindCompute => format!(" has launched {operation}, but its stream has not come to it"),
         Cause::StuckKernel => format!(" stopped moving first in {operation}"),
-        Cause::StuckNic => match verdict.nic.as_ref().filter(|nic| !nic.device().is_empty()) {
+        Cause::StuckNic => match nic.filter(|nic| !nic.device().is_empty()) {
             Some(nic) => format!(
                 " carries nothing over {}:{} in {operation}",
                 nic.device(),

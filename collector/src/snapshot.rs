@@ -2,9 +2,10 @@
 
 mod connections;
 mod proxies;
+mod root_cause;
 mod verdicts;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use ringsight_records::{
     DataType, Description, Flags, Function, Waits, connection::Connection, pages::Communicator,
@@ -14,6 +15,7 @@ use ringsight_records::{
 pub use connections::{End, Path};
 pub use proxies::Proxy;
 pub use ringsight_exporters::ranks::Ranks;
+pub use root_cause::{Judged, Outcome, STALL_NS, outcome};
 pub use verdicts::{HeldUp, VerdictView, verdicts};
 
 /// Ranks that a communicator may have. A process that says more is broken, or hostile.
@@ -28,6 +30,8 @@ pub struct Process {
     pub pid: u32,
     /// Its user, as the kernel says: processes of two users are of no communicator together.
     pub user: u32,
+    /// Its host, as spans have it.
+    pub host: String,
     /// It is stopped by a signal or a debugger.
     pub stopped: bool,
     /// Its live communicators.
@@ -73,10 +77,32 @@ pub struct Part {
     pub rank: u32,
     /// Process.
     pub pid: u32,
+    /// Device of the rank.
+    pub device: i32,
     /// Its process is stopped.
     pub stopped: bool,
     /// Where it is.
     pub place: Place,
+    /// It has not begun, and is in another operation meanwhile.
+    pub held: bool,
+}
+
+impl Part {
+    /// What its kernel has just said that it waits for. Whoever copies waits for no rank.
+    fn waits(&self) -> Option<Waits> {
+        match self.place {
+            Place::Running { waits, .. } => waits.filter(|waits| !waits.is_for_copies()),
+            _ => None,
+        }
+    }
+
+    /// Since it began.
+    fn since_ns(&self) -> Option<u64> {
+        match self.place {
+            Place::Running { since_ns, .. } => Some(since_ns),
+            _ => None,
+        }
+    }
 }
 
 /// An operation that at least one rank is in.
@@ -98,32 +124,31 @@ pub struct Operation {
     pub parts: Vec<Part>,
     /// Ranks that take part and were not looked at.
     pub unseen: Ranks,
+    /// What watchdogs have said of it.
+    pub judged: Option<Judged>,
+    /// Nobody is to blame for it: who is missing in it is in another operation.
+    pub behind: bool,
 }
 
 impl Operation {
-    /// The parts that the others wait for: those that have not come, stopped ones first. Where all have come, those that kernels wait for and
-    /// that do not wait.
+    /// It, by its function and sequence.
     #[must_use]
-    pub fn awaited(&self) -> Vec<&Part> {
-        let missing = |part: &&Part| matches!(part.place, Place::NotLaunched { .. } | Place::Queued { .. });
-        let mut awaited: Vec<&Part> = self
-            .parts
-            .iter()
-            .filter(|part| part.stopped || missing(part))
-            .collect();
-        if awaited.is_empty() && self.unseen.is_empty() {
-            let waits = |part: &Part| match part.place {
-                // Whoever copies waits for no rank.
-                Place::Running { waits, .. } => waits.filter(|waits| !waits.is_for_copies()),
-                _ => None,
-            };
-            let peers = self.parts.iter().filter_map(|part| waits(part)?.peer);
-            let peers: BTreeSet<u32> = peers.map(u32::from).collect();
-            let is_awaited = |part: &&Part| waits(part).is_none() && peers.contains(&part.rank);
-            awaited.extend(self.parts.iter().filter(is_awaited));
-        }
-        awaited.sort_by_key(|part| (!part.stopped, part.rank));
-        awaited
+    pub fn name(&self) -> String {
+        name(self.function, self.seq, self.pair)
+    }
+}
+
+/// An operation, by its function and sequence.
+#[must_use]
+pub fn name(function: Option<Function>, seq: u64, pair: Option<(u32, u32)>) -> String {
+    let function = function.map_or("operation", Function::name);
+    let number = match (seq >> 32, seq & u64::from(u32::MAX)) {
+        (0, seq) => format!("{seq}"),
+        (graph, node) => format!("{node} of graph {graph}"),
+    };
+    match pair {
+        None => format!("{function} {number}"),
+        Some((from, to)) => format!("message {number} from rank {from} to rank {to}"),
     }
 }
 
@@ -140,7 +165,7 @@ pub struct Group {
     pub ranks: u32,
     /// Ranks that were looked at.
     pub seen: Ranks,
-    /// What is on its way, the oldest first.
+    /// What is on its way, the oldest first; what is behind others comes last.
     pub operations: Vec<Operation>,
     /// Operations that are on their way, too, and are not shown: they are too many.
     pub operations_left_out: usize,
@@ -226,10 +251,10 @@ pub fn is_usable(communicator: &Communicator) -> bool {
     communicator.ranks <= RANKS && communicator.rank < communicator.ranks
 }
 
-/// Puts together what was read at `now` (`CLOCK_MONOTONIC` nanoseconds). Of a rank that two processes say is theirs the first one is
+/// Puts together what was read at `now` (`CLOCK_MONOTONIC` nanoseconds), and the [`verdicts`] of then. Of a rank that two processes say is theirs the first one is
 /// shown.
 #[must_use]
-pub fn take(processes: &[Process], now: u64) -> Vec<Group> {
+pub fn take(processes: &[Process], said: &[VerdictView], now: u64) -> Vec<Group> {
     // By communicator and user: the process of each rank, and where its operations are.
     let mut groups: BTreeMap<(u64, u32), (Communicator, BTreeMap<u32, Member<'_>>)> = BTreeMap::new();
     for process in processes {
@@ -244,13 +269,13 @@ pub fn take(processes: &[Process], now: u64) -> Vec<Group> {
                 .or_insert_with(|| (*communicator, BTreeMap::new()));
             members.entry(communicator.rank).or_insert_with(|| {
                 let own = operations.remove(&(communicator.id, communicator.rank));
-                Member::of(process, &own.unwrap_or_default(), now)
+                Member::of((process, communicator.device), &own.unwrap_or_default(), now)
             });
         }
     }
     let mut proxies = proxies::by_communicator(processes, now);
     let mut connections = connections::by_communicator(processes, now);
-    groups
+    let mut groups: Vec<Group> = groups
         .into_iter()
         .map(|((id, user), (communicator, members))| {
             let (operations, operations_left_out) = operations(&communicator, &members);
@@ -266,19 +291,22 @@ pub fn take(processes: &[Process], now: u64) -> Vec<Group> {
                 connections: connections.remove(&(id, user)).unwrap_or_default(),
             }
         })
-        .collect()
+        .collect();
+    root_cause::mark(&mut groups, said, processes);
+    groups
 }
 
 /// One rank that was looked at.
 struct Member<'a> {
     process: &'a Process,
+    device: i32,
     /// Since the last operation ended.
     idle_ns: Option<u64>,
     places: BTreeMap<Key, (Place, &'a Description)>,
 }
 
 impl<'a> Member<'a> {
-    fn of(process: &'a Process, own: &[&'a Description], now: u64) -> Self {
+    fn of((process, device): (&'a Process, i32), own: &[&'a Description], now: u64) -> Self {
         let latest = own.iter().map(|description| description.device_end_ns).max();
         let places = own.iter().filter_map(|description| {
             let place = place(description, now)?;
@@ -286,6 +314,7 @@ impl<'a> Member<'a> {
         });
         Self {
             process,
+            device,
             idle_ns: latest.filter(|ns| *ns != 0).map(|ns| now.saturating_sub(ns)),
             places: places.collect(),
         }
@@ -312,10 +341,12 @@ fn operations(communicator: &Communicator, members: &BTreeMap<u32, Member<'_>>) 
             Part {
                 rank: *rank,
                 pid: member.process.pid,
+                device: member.device,
                 stopped: member.process.stopped,
                 place: place.unwrap_or(Place::NotLaunched {
                     idle_ns: member.idle_ns,
                 }),
+                held: false,
             }
         };
         let operation = Operation {
@@ -336,6 +367,8 @@ fn operations(communicator: &Communicator, members: &BTreeMap<u32, Member<'_>>) 
                 None => Ranks::all_but(communicator.ranks, members.keys().copied()),
                 Some(pair) => ends(pair).filter(|rank| !members.contains_key(rank)).collect(),
             },
+            judged: None,
+            behind: false,
         };
         parts += operation.parts.len();
         if parts > PARTS {
@@ -417,35 +450,28 @@ mod tests {
             process(2, vec![operation(2, 2, (20, 21, 0))]),
             process(3, vec![operation(3, 2, (30, 0, 0))]),
         ];
-        let groups = take(&processes, NOW);
+        let groups = take(&processes, &[], NOW);
         assert_eq!((groups.len(), groups[0].seen.to_string().as_str()), (1, "0-3"));
         let [operation] = &groups[0].operations[..] else {
             panic!("{groups:?}")
         };
         assert_eq!((operation.seq, operation.oldest_ns), (2, NOW - 20 - 1));
         assert_eq!(operation.unseen.to_string(), "4");
-        let awaited: Vec<_> = operation
-            .awaited()
-            .iter()
-            .map(|part| (part.rank, part.place))
-            .collect();
+        assert_eq!(operation.awaited(), [2, 1, 3]);
+        let places: Vec<_> = operation.parts.iter().map(|part| part.place).collect();
+        let running = |since_ns| Place::Running {
+            since_ns,
+            waits: None,
+        };
         let expected = [
-            (
-                2,
-                Place::Running {
-                    since_ns: NOW - 21,
-                    waits: None,
-                },
-            ),
-            (
-                1,
-                Place::NotLaunched {
-                    idle_ns: Some(NOW - 15),
-                },
-            ),
-            (3, Place::Queued { since_ns: NOW - 30 }),
+            running(NOW - 21),
+            Place::NotLaunched {
+                idle_ns: Some(NOW - 15),
+            },
+            running(NOW - 21),
+            Place::Queued { since_ns: NOW - 30 },
         ];
-        assert_eq!(awaited, expected);
+        assert_eq!(places, expected);
     }
 
     #[test]
@@ -467,12 +493,11 @@ mod tests {
             process
         };
         let processes = [waiting(0, Some(2)), waiting(1, None), waiting(2, Some(1))];
-        let groups = take(&processes, NOW);
+        let groups = take(&processes, &[], NOW);
         let operation = &groups[0].operations[0];
-        let awaited: Vec<_> = operation.awaited().iter().map(|part| part.rank).collect();
-        assert_eq!(awaited, [1]);
+        assert_eq!(operation.awaited(), [1]);
         // Whether one that was not looked at has come is not known.
-        let groups = take(&processes[..2], NOW);
+        let groups = take(&processes[..2], &[], NOW);
         assert!(groups[0].operations[0].awaited().is_empty());
     }
 
@@ -480,14 +505,14 @@ mod tests {
     fn numbers_that_no_communicator_has_take_neither_time_nor_memory() {
         let mut large = process(0, vec![operation(0, 1, (10, 11, 0))]);
         large.communicators[0].ranks = RANKS;
-        let groups = take(std::slice::from_ref(&large), NOW);
+        let groups = take(std::slice::from_ref(&large), &[], NOW);
         assert_eq!(
             groups[0].operations[0].unseen.to_string(),
             format!("1-{}", RANKS - 1)
         );
         for ranks in [RANKS + 1, 100_000_000, u32::MAX, 0] {
             large.communicators[0].ranks = ranks;
-            assert!(take(std::slice::from_ref(&large), NOW).is_empty());
+            assert!(take(std::slice::from_ref(&large), &[], NOW).is_empty());
             let refused: Vec<_> = refused(std::slice::from_ref(&large)).collect();
             let expected = Refused {
                 pid: 100,
@@ -532,7 +557,8 @@ mod tests {
         let time = |entries| {
             let full = [full(entries)];
             let begun = std::time::Instant::now();
-            let (groups, said) = (take(&full, NOW), verdicts(&full, NOW));
+            let said = verdicts(&full, NOW);
+            let groups = take(&full, &said, NOW);
             let took = begun.elapsed().as_secs_f64();
             assert_eq!((groups.len(), said.len()), (entries as usize, entries as usize));
             assert!(said.iter().all(|said| said.ended == Some(false)));
@@ -554,7 +580,7 @@ mod tests {
                 process
             })
             .collect();
-        let group = &take(&processes, NOW)[0];
+        let group = &take(&processes, &[], NOW)[0];
         assert_eq!(group.operations.len(), PARTS / 64);
         assert_eq!(group.operations[0].seq, 1);
         assert_eq!(group.operations_left_out, 2000 - PARTS / 64);
@@ -569,12 +595,12 @@ mod tests {
             groups.iter().map(of).collect()
         };
         assert_eq!(
-            seen(&take(&processes, NOW)),
+            seen(&take(&processes, &[], NOW)),
             [(0, "0-1".into()), (65534, "1".into())]
         );
         processes[1].user = 0;
         processes[2].operations = vec![operation(1, 1, (10, 11, 0))];
-        assert!(take(&processes, NOW)[0].operations.is_empty());
+        assert!(take(&processes, &[], NOW)[0].operations.is_empty());
     }
 
     #[test]
@@ -582,7 +608,7 @@ mod tests {
         let mut captured = operation(0, 1 << 32, (10, 0, 0));
         captured.graph = 1;
         let processes = [process(0, vec![operation(0, 1, (10, 11, 12)), captured])];
-        assert!(take(&processes, NOW)[0].operations.is_empty());
+        assert!(take(&processes, &[], NOW)[0].operations.is_empty());
     }
 
     #[test]
@@ -590,9 +616,9 @@ mod tests {
         let mut send = operation(0, 4, (10, 11, 0));
         send.peer = 3;
         send.flags = Flags::P2P.with(Flags::SEND).0;
-        let groups = take(&[process(0, vec![send]), process(3, vec![])], NOW);
+        let groups = take(&[process(0, vec![send]), process(3, vec![])], &[], NOW);
         let operation = &groups[0].operations[0];
         assert_eq!((operation.pair, operation.parts.len()), (Some((0, 3)), 2));
-        assert_eq!(operation.awaited()[0].rank, 3);
+        assert_eq!(operation.awaited()[0], 3);
     }
 }

@@ -488,13 +488,14 @@ impl Finding {
     /// The operation in words: `all_reduce 750`, `send_recv 3 from rank 1 to rank 2`, `all_reduce 4 of graph 1, replay 9`.
     #[must_use]
     pub fn operation_words(&self) -> String {
-        let mut words = match self.replay {
+        let (graph, node) = (self.sequence >> 32, self.sequence as u32);
+        let mut words = match graph {
             0 => format!("{} {}", self.operation, self.sequence),
-            replay => {
-                let (graph, node) = (self.sequence >> 32, self.sequence as u32);
-                format!("{} {node} of graph {graph}, replay {replay}", self.operation)
-            }
+            graph => format!("{} {node} of graph {graph}", self.operation),
         };
+        if self.replay != 0 {
+            words += &format!(", replay {}", self.replay);
+        }
         if let Some((from, to)) = self.pair {
             words += &format!(" from rank {from} to rank {to}");
         }

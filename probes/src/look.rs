@@ -21,6 +21,8 @@ use crate::{
 pub struct Look {
     /// `ncclGetVersion` number as the library itself tells it; 0 if it has made no pages yet.
     pub library_version: u32,
+    /// The host as the process's library names it to the other ranks; empty if it has not said.
+    pub host: String,
     /// Live communicators.
     pub communicators: Vec<Communicator>,
     /// Clocks of devices, by their numbers, as far as the process has found them: it does so for a reader that is attached.
@@ -53,8 +55,10 @@ impl Look {
     /// What pages say now.
     pub(crate) fn at(mapped: &Mapped) -> Self {
         let pages = mapped.view();
+        let (library_version, host) = mapped.identity();
         Self {
-            library_version: mapped.identity().0,
+            library_version,
+            host,
             communicators: communicators(&pages),
             clocks: (0..)
                 .zip(&pages.header().devices)

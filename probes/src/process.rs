@@ -293,6 +293,14 @@ pub(crate) fn describe(
     }
 }
 
+/// The host of a process as its spans have it: `NCCL_HOSTID` of its environment, else `named`, else the machine's name.
+#[must_use]
+pub fn host_of(pid: u32, named: &str) -> String {
+    let given = environment_variable(pid, HOST_ID).ok().flatten();
+    let mut names = given.into_iter().chain([named.to_owned()]);
+    names.find(|name| !name.is_empty()).unwrap_or_else(host_name)
+}
+
 /// The machine's host name. A process of another UTS namespace may call it something else; its root could tell, and is its own to fill.
 fn host_name() -> String {
     let text = host::text("/proc/sys/kernel/hostname").unwrap_or_default();

@@ -2,13 +2,15 @@
 
 use std::{
     collections::BTreeSet,
+    io::BufRead,
     process::Command,
     thread,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, ensure};
-use ringsight_tests::{LIMIT, alone, artifacts, folder, under_way};
+use ringsight_testbed::demo::{collector::HANG_SEEN, job::Job, truth::Delay};
+use ringsight_tests::{LIMIT, alone, artifacts, folder, job, start, under_way};
 use serde_json::Value;
 
 fn signal(pid: u32, name: &str) -> Result<()> {
@@ -24,8 +26,136 @@ fn snapshot(pids: &[u32], options: &[&str]) -> Result<String> {
         .args(options)
         .output()?;
     let error = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "{}: {error}", output.status);
-    Ok(String::from_utf8(output.stdout)?)
+    let saw_hang = output.status.code() == Some(HANG_SEEN);
+    ensure!(output.status.success() || saw_hang, "{}: {error}", output.status);
+    let text = String::from_utf8(output.stdout)?;
+    let begins_with_it = |text: &str| text.starts_with("HANG ") || text.contains("\"root_cause\": {");
+    ensure!(saw_hang == begins_with_it(&text), "{}: {text}", output.status);
+    Ok(text)
+}
+
+/// A job of four ranks, the last of which calls nothing any more from step 20 on: the others wait in its first collective, and have launched
+/// more behind it, messages among them.
+fn hung(folder: &std::path::Path) -> Result<Job> {
+    let mut configuration = job(4, 60, 10);
+    configuration.delays = vec![Delay {
+        step: 20,
+        rank: 3,
+        ms: 120_000,
+    }];
+    let mut job = start(&configuration, folder)?;
+    job.go()?;
+    Ok(job)
+}
+
+/// Takes snapshots of `pids` until one has a root cause that a watchdog has named, too.
+fn wait_for_cause(pids: &[u32]) -> Result<Value> {
+    let end = Instant::now() + LIMIT;
+    loop {
+        let taken: Value = serde_json::from_str(&snapshot(pids, &["--json"])?)?;
+        let has_verdict = taken["verdicts"].as_array().is_some_and(|said| !said.is_empty());
+        if has_verdict && !taken["root_cause"].is_null() {
+            return Ok(taken);
+        }
+        ensure!(Instant::now() < end, "no root cause: {taken:#}");
+        thread::sleep(Duration::from_millis(100));
+    }
+}
+
+#[test]
+fn the_first_line_is_the_root_cause_and_what_queues_is_folded_under_it() -> Result<()> {
+    let _alone = alone();
+    let folder = folder()?;
+    let job = hung(folder.path())?;
+    let pids = job.pids();
+    let taken = wait_for_cause(&pids)?;
+    let cause = &taken["root_cause"];
+    ensure!(
+        cause["culprit"] == 3 && cause["pid"] == pids[3] && cause["cause"] == "NOT_LAUNCHED",
+        "{cause:#}"
+    );
+    let text = snapshot(&pids, &[])?;
+    let mut lines = text.lines();
+    let first = lines.next().context("no line")?;
+    for words in [
+        format!(
+            "HANG  rank 3 (pid {}, host node-1) has not launched reduce_scatter",
+            pids[3]
+        ),
+        "ranks 0-2 have waited".to_owned(),
+        format!("next: see where it is: py-spy dump --pid {}", pids[3]),
+    ] {
+        ensure!(first.contains(&words), "{words:?} is not in {first:?}");
+    }
+    let second = lines.nth(1).context("no operation")?;
+    ensure!(
+        second.starts_with("  reduce_scatter"),
+        "the cause stands first:\n{text}"
+    );
+    // The all_gather and four messages.
+    ensure!(text.contains("    5 operations queue behind it\n"), "{text}");
+    let waits: Vec<&str> = text
+        .lines()
+        .filter(|line| line.trim_start().starts_with("waits for"))
+        .collect();
+    ensure!(waits == ["    waits for rank 3"], "one culprit:\n{text}");
+    // JSON has the same order.
+    let operations = taken["communicators"][0]["operations"].as_array();
+    let operations = operations.context("operations")?;
+    ensure!(operations[0]["sequence"] == cause["sequence"] && operations[0]["behind"] == false);
+    ensure!(
+        operations[1..]
+            .iter()
+            .all(|operation| operation["behind"] == true),
+        "{operations:#?}"
+    );
+    Ok(())
+}
+
+#[test]
+fn from_some_of_the_ranks_the_root_cause_is_named_and_no_innocent_rank() -> Result<()> {
+    let _alone = alone();
+    let folder = folder()?;
+    let job = hung(folder.path())?;
+    let pids = job.pids();
+    for seen in [&pids[..1], &pids[1..2], &pids[..3]] {
+        let taken = wait_for_cause(seen)?;
+        ensure!(taken["root_cause"]["culprit"] == 3, "{taken:#}");
+        let text = snapshot(seen, &[])?;
+        let first = text.lines().next().context("no line")?;
+        ensure!(first.starts_with("HANG  rank 3 ("), "{text}");
+        let innocent = text.lines().find(|line| {
+            let waits = line.trim_start().strip_prefix("waits for rank ");
+            waits.is_some_and(|ranks| ranks != "3")
+        });
+        ensure!(innocent.is_none(), "{innocent:?}:\n{text}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_watched_snapshot_is_taken_again_until_the_processes_are_gone() -> Result<()> {
+    let _alone = alone();
+    let folder = folder()?;
+    let mut job = hung(folder.path())?;
+    let pids = job.pids();
+    let mut command = Command::new(&artifacts().ringsight);
+    command
+        .args(["snapshot", "--json", "--watch=0.2", &pids[0].to_string()])
+        .stdout(std::process::Stdio::piped());
+    let mut watching = command.spawn()?;
+    let lines = std::io::BufReader::new(watching.stdout.take().context("standard output")?).lines();
+    let mut has_cause = false;
+    for line in lines {
+        let taken: Value = serde_json::from_str(&line?)?;
+        if taken["root_cause"]["culprit"] == 3 && !has_cause {
+            has_cause = true;
+            job.kill(0);
+        }
+    }
+    let status = watching.wait()?;
+    ensure!(has_cause && status.code() == Some(HANG_SEEN), "{status}");
+    Ok(())
 }
 
 #[test]

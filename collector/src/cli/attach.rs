@@ -124,7 +124,7 @@ fn parse_seconds(text: &str) -> Result<Duration, String> {
 }
 
 /// How long to watch: no time at all would show nothing, and is more likely meant as "without end".
-fn parse_duration(text: &str) -> Result<Duration, String> {
+pub(super) fn parse_duration(text: &str) -> Result<Duration, String> {
     match parse_seconds(text)? {
         Duration::ZERO => Err("must be above 0; leave it out to watch until the processes end".to_owned()),
         duration => Ok(duration),

@@ -12,7 +12,7 @@ mod signals;
 mod snapshot;
 mod verdicts;
 
-use std::{path::PathBuf, process::ExitCode};
+use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use tracing::error;
@@ -63,20 +63,7 @@ enum Command {
         json: bool,
     },
     /// Show the operations that processes are in now, and which rank they wait for, without attaching
-    Snapshot {
-        /// Processes of one job, on this host; with all ranks of a communicator it can tell who is missing
-        #[arg(required = true)]
-        pids: Vec<u32>,
-        /// Write JSON
-        #[arg(long)]
-        json: bool,
-        /// Also write what each rank is in to PREFIX and its rank, a file of PyTorch's Flight Recorder
-        #[arg(long, value_name = "PREFIX")]
-        dump: Option<PathBuf>,
-        /// The same as JSON
-        #[arg(long, value_name = "PREFIX")]
-        dump_json: Option<PathBuf>,
-    },
+    Snapshot(snapshot::SnapshotArguments),
     /// Tell which algorithm a library takes for an operation, and why not another
     Explain(Box<explain::ExplainArguments>),
     /// Load the library on standard input in this process, which gives up all rights before. For `explain` alone
@@ -108,12 +95,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Attach(arguments) => return attach::run(&arguments).into(),
         Command::List { pid, json } => list::run(pid, json),
         Command::Explain(arguments) => explain::run(&arguments),
-        Command::Snapshot {
-            pids,
-            json,
-            dump,
-            dump_json,
-        } => snapshot::run(&pids, json, dump.as_deref(), dump_json.as_deref()),
+        Command::Snapshot(arguments) => snapshot::run(&arguments),
         Command::ExplainLibrary => unreachable!("it has been run above"),
         Command::Completions { shell } => {
             let mut script = Vec::new();
@@ -128,26 +110,30 @@ pub(crate) fn main() -> ExitCode {
 /// Writes text to standard output. A name in it that others chose must be a [`ringsight_output::Printable`]: what a terminal would obey is
 /// escaped here, too, but a line end stays.
 fn print(text: &str) -> Exit {
-    write_stdout(&ringsight_output::lines(text))
+    exit_of(write_stdout(&ringsight_output::lines(text)))
 }
 
 /// Writes JSON to standard output, indented.
 fn print_json(value: &serde_json::Value) -> Exit {
-    write_stdout(&ringsight_output::json(&format!("{value:#}\n")))
+    exit_of(write_stdout(&ringsight_output::json(&format!("{value:#}\n"))))
 }
 
-/// A reader that has gone away is no error worth a message.
-fn write_stdout(text: &str) -> Exit {
+/// Writes to standard output what a terminal may obey. `false`: the reader has gone away, which is no error worth a message.
+fn write_stdout(text: &str) -> std::io::Result<bool> {
     use std::io::Write;
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Ok(()) => Exit::Success,
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Exit::Success,
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(false),
         Err(error) => {
             error!("cannot write to standard output: {error}");
-            Exit::Error
+            Err(error)
         }
     }
+}
+
+fn exit_of(written: std::io::Result<bool>) -> Exit {
+    written.map_or(Exit::Error, |_| Exit::Success)
 }
 
 #[cfg(test)]

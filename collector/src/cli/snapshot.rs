@@ -1,39 +1,102 @@
 //! `ringsight snapshot`: what processes are in now, and whom they wait for.
 
-use std::{collections::BTreeMap, fmt::Write as _, path::Path, time::SystemTime};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::Write as _,
+    io::IsTerminal as _,
+    path::{Path, PathBuf},
+    time::{Duration, SystemTime},
+};
 
-use ringsight_collector::snapshot::{
-    Group, Operation, Part, Place, Process, RANKS, VerdictView, is_usable, refused, take, verdicts as said,
+use clap::Args;
+use ringsight_collector::{
+    clock::Clock,
+    snapshot::{
+        Group, Operation, Outcome, Part, Place, Process, RANKS, Ranks, STALL_NS, VerdictView, is_usable,
+        outcome, refused, take, verdicts as said,
+    },
+    summary::VerdictRow,
 };
 use ringsight_dump::{Format, Moment};
+use ringsight_exporters::model::Finding;
 use ringsight_output::{Destination, Error, Printable};
 use ringsight_probes::{look, process, target};
 use ringsight_records::Function;
 use serde_json::{Value, json};
 use tracing::{error, warn};
 
-use super::{Exit, connections, print, print_json, verdicts};
+use super::{Exit, attach::parse_duration, connections, print, print_json, verdicts, write_stdout};
 
 /// Ranks that dumps list at most, all communicators and the job once for each of them.
 const DUMPED_RANKS: usize = 1 << 22;
 
+/// How often `--watch` takes another one without saying.
+pub(super) const WATCH: &str = "2";
+
+/// What to show of which processes.
+#[derive(Debug, Args)]
+pub(crate) struct SnapshotArguments {
+    /// Processes of one job, on this host; with all ranks of a communicator it can tell who is missing
+    #[arg(required = true, value_name = "PID")]
+    pids: Vec<u32>,
+    /// Write JSON
+    #[arg(long)]
+    json: bool,
+    /// Take another one every so many seconds, 2 by default, until the processes are gone; with --json each is one line
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = WATCH, value_parser = parse_duration)]
+    watch: Option<Duration>,
+    /// Also write what each rank is in to PREFIX and its rank, a file of PyTorch's Flight Recorder
+    #[arg(long, value_name = "PREFIX", conflicts_with = "watch")]
+    dump: Option<PathBuf>,
+    /// The same as JSON
+    #[arg(long, value_name = "PREFIX", conflicts_with = "watch")]
+    dump_json: Option<PathBuf>,
+}
+
+/// What was read of the processes, and whether all of them could be.
+struct Taken {
+    processes: Vec<Process>,
+    now: u64,
+    exit: Exit,
+}
+
 /// Runs the command.
-pub(crate) fn run(pids: &[u32], json: bool, dump: Option<&Path>, dump_json: Option<&Path>) -> Exit {
-    let mut processes = Vec::new();
-    let mut exit = Exit::Success;
+pub(crate) fn run(arguments: &SnapshotArguments) -> Exit {
+    let taken = read_all(&arguments.pids, &mut BTreeSet::new());
+    if taken.processes.is_empty() {
+        return taken.exit;
+    }
+    match arguments.watch {
+        Some(interval) => watch(arguments, interval, taken),
+        None => once(arguments, taken),
+    }
+}
+
+/// `known`: problems that were said before.
+fn read_all(pids: &[u32], known: &mut BTreeSet<String>) -> Taken {
+    let (mut processes, mut exit) = (Vec::new(), Exit::Success);
     for pid in pids {
         match read(*pid) {
             Ok(process) => processes.push(process),
-            Err(error) => {
-                error!(pid, "{error}");
+            Err(problem) => {
                 exit = Exit::Error;
+                if known.insert(problem.clone()) {
+                    error!(pid, "{problem}");
+                }
             }
         }
     }
-    if processes.is_empty() {
-        return exit;
-    }
     let now = process::now_ns();
+    Taken { processes, now, exit }
+}
+
+fn once(arguments: &SnapshotArguments, taken: Taken) -> Exit {
+    let Taken {
+        processes,
+        now,
+        mut exit,
+    } = taken;
+    let (dump, dump_json) = (arguments.dump.as_deref(), arguments.dump_json.as_deref());
     if let (Some(dump), Some(dump_json)) = (dump, dump_json)
         && let Err(error) = differ(dump, dump_json)
     {
@@ -52,16 +115,50 @@ pub(crate) fn run(pids: &[u32], json: bool, dump: Option<&Path>, dump_json: Opti
         error!("{error}");
         exit = Exit::Error;
     }
-    let (groups, said) = (take(&processes, now), said(&processes, now));
-    let printed = if json {
-        print_json(&to_json(&processes, &groups, &said))
+    let view = View::of(&processes, now);
+    let printed = if arguments.json {
+        print_json(&view.to_json())
     } else {
-        print(&to_text(&processes, &groups, &said))
+        print(&view.to_text())
     };
-    match printed {
-        Exit::Success => exit,
-        failed => failed,
+    match (printed, &view.outcome) {
+        (Exit::Success, Outcome::RootCause(_)) => Exit::HangSeen,
+        (Exit::Success, _) => exit,
+        (failed, _) => failed,
     }
+}
+
+/// Prints one after the other. Ends when the last process is gone, with what the last snapshot came to.
+fn watch(arguments: &SnapshotArguments, interval: Duration, first: Taken) -> Exit {
+    /// Clears a terminal.
+    const CLEAR: &str = "\x1b[H\x1b[2J";
+    let is_terminal = std::io::stdout().is_terminal();
+    let (mut taken, mut known, mut exit) = (first, BTreeSet::new(), Exit::Success);
+    while !taken.processes.is_empty() {
+        if let Some(problem) = refusal(&taken.processes)
+            && known.insert(problem.clone())
+        {
+            error!("{problem}");
+        }
+        let view = View::of(&taken.processes, taken.now);
+        let text = match (arguments.json, is_terminal) {
+            (true, _) => ringsight_output::json(&format!("{}\n", view.to_json())).into_owned(),
+            (false, true) => format!("{CLEAR}{}", ringsight_output::lines(&view.to_text())),
+            (false, false) => format!("{}\n", ringsight_output::lines(&view.to_text())),
+        };
+        exit = match view.outcome {
+            Outcome::RootCause(_) => Exit::HangSeen,
+            _ => taken.exit,
+        };
+        match write_stdout(&text) {
+            Ok(true) => {}
+            Ok(false) => break,
+            Err(_) => return Exit::Error,
+        }
+        std::thread::sleep(interval);
+        taken = read_all(&arguments.pids, &mut known);
+    }
+    exit
 }
 
 fn read(pid: u32) -> Result<Process, String> {
@@ -77,6 +174,7 @@ fn read(pid: u32) -> Result<Process, String> {
     Ok(Process {
         pid,
         user: process::owner_of(pid).user,
+        host: process::host_of(pid, &look.host),
         stopped: process::is_stopped(pid).ok_or_else(gone)?,
         communicators: look.communicators,
         operations: look.operations,
@@ -202,19 +300,6 @@ pub(super) fn seconds(ns: u64) -> String {
     format!("{:.3} s", ns as f64 / 1e9)
 }
 
-/// An operation, by its function and sequence.
-pub(super) fn name(function: Option<Function>, seq: u64, pair: Option<(u32, u32)>) -> String {
-    let function = function.map_or("operation", Function::name);
-    let number = match (seq >> 32, seq & u64::from(u32::MAX)) {
-        (0, seq) => format!("{seq}"),
-        (graph, node) => format!("{node} of graph {graph}"),
-    };
-    match pair {
-        None => format!("{function} {number}"),
-        Some((from, to)) => format!("message {number} from rank {from} to rank {to}"),
-    }
-}
-
 fn line(part: &Part) -> String {
     let place = match part.place {
         Place::NotLaunched { idle_ns: Some(idle) } => {
@@ -234,61 +319,163 @@ fn line(part: &Part) -> String {
         }
         Place::Done => "done".to_owned(),
     };
+    let held = if part.held {
+        "; it is in another operation"
+    } else {
+        ""
+    };
     let stopped = if part.stopped { ", process stopped" } else { "" };
-    format!("rank {} (process {}{stopped}): {place}", part.rank, part.pid)
+    format!(
+        "rank {} (process {}{stopped}): {place}{held}",
+        part.rank, part.pid
+    )
 }
 
-fn to_text(processes: &[Process], groups: &[Group], said: &[VerdictView]) -> String {
-    let mut text = String::new();
-    // Writing to a string does not fail.
-    for group in groups {
-        let title = if group.name.is_empty() {
-            format!("{:016x}", group.id)
-        } else {
-            format!("{:016x} ({})", group.id, Printable::from(&*group.name))
+/// A snapshot as it is shown.
+struct View<'a> {
+    processes: &'a [Process],
+    groups: Vec<Group>,
+    said: Vec<VerdictView>,
+    outcome: Outcome,
+}
+
+impl<'a> View<'a> {
+    fn of(processes: &'a [Process], now: u64) -> Self {
+        let said = said(processes, now);
+        let mut groups = take(processes, &said, now);
+        let outcome = outcome(&mut groups, processes, now, &Clock::system());
+        Self {
+            processes,
+            groups,
+            said,
+            outcome,
+        }
+    }
+
+    fn to_text(&self) -> String {
+        let mut text = format!("{}\n", headline(&self.outcome));
+        for group in &self.groups {
+            write_group(&mut text, group);
+        }
+        verdicts::write(&mut text, &self.said);
+        let alone = self
+            .processes
+            .iter()
+            .filter(|process| process.communicators.is_empty());
+        for process in alone {
+            // Writing to a string does not fail, here and below.
+            let _ = writeln!(text, "process {}: no communicator", process.pid);
+        }
+        text
+    }
+
+    fn to_json(&self) -> Value {
+        let cause = match &self.outcome {
+            Outcome::RootCause(finding) => Some(VerdictRow::from(Finding::clone(finding))),
+            Outcome::Moving | Outcome::Unclear { .. } => None,
         };
+        json!({
+            "version": 1,
+            "pids": self.processes.iter().map(|process| process.pid).collect::<Vec<_>>(),
+            "root_cause": cause,
+            "communicators": self.groups.iter().map(group_json).collect::<Vec<_>>(),
+            "verdicts": self.said.iter().map(verdicts::to_json).collect::<Vec<_>>(),
+        })
+    }
+}
+
+/// The first line.
+fn headline(outcome: &Outcome) -> String {
+    match outcome {
+        Outcome::Moving => format!("no hang: no rank has waited for {:.0} s", STALL_NS as f64 / 1e9),
+        Outcome::RootCause(finding) => format!(
+            "{:<5} {}; next: {}",
+            finding.state(),
+            Printable::from(&*finding.text),
+            Printable::from(&*finding.next_step)
+        ),
+        Outcome::Unclear {
+            waiting,
+            name,
+            waited_ns,
+            named,
+            is_part,
+        } => {
+            let ranks: Ranks = waiting.iter().copied().collect();
+            let mut line = format!(
+                "no root cause yet: rank {ranks} in {name} for {}",
+                seconds(*waited_ns)
+            );
+            if !named.is_empty() {
+                let named: Ranks = named.iter().copied().collect();
+                let _ = write!(line, ", waiting for rank {named}, which may wait itself");
+            }
+            line += if *is_part {
+                "; next: give the other ranks' pids too, or look again in 2 s"
+            } else {
+                "; next: look again in 2 s"
+            };
+            line
+        }
+    }
+}
+
+fn write_group(text: &mut String, group: &Group) {
+    let title = if group.name.is_empty() {
+        format!("{:016x}", group.id)
+    } else {
+        format!("{:016x} ({})", group.id, Printable::from(&*group.name))
+    };
+    let _ = writeln!(
+        text,
+        "communicator {title}: {} ranks, {} looked at",
+        group.ranks,
+        group.seen.len()
+    );
+    let behind = group.operations.iter().filter(|operation| operation.behind);
+    let folded = match behind.count() {
+        0 => String::new(),
+        1 => "1 operation queues behind it\n".to_owned(),
+        more => format!("{more} operations queue behind it\n"),
+    };
+    let shown = group.operations.iter().filter(|operation| !operation.behind);
+    for (at, operation) in shown.enumerate() {
         let _ = writeln!(
             text,
-            "communicator {title}: {} ranks, {} looked at",
-            group.ranks,
-            group.seen.len()
+            "  {}, {} bytes, for {}",
+            operation.name(),
+            operation.bytes,
+            seconds(operation.oldest_ns)
         );
-        for operation in &group.operations {
-            let _ = writeln!(
-                text,
-                "  {}, {} bytes, for {}",
-                name(operation.function, operation.seq, operation.pair),
-                operation.bytes,
-                seconds(operation.oldest_ns)
-            );
-            for part in &operation.parts {
-                let _ = writeln!(text, "    {}", line(part));
-            }
-            if !operation.unseen.is_empty() {
-                let _ = writeln!(text, "    not looked at: {}", operation.unseen);
-            }
-            let awaited: Vec<u32> = operation.awaited().iter().map(|part| part.rank).collect();
-            if !awaited.is_empty() {
-                let _ = writeln!(text, "    waits for rank {}", list(&awaited));
-            }
+        for part in &operation.parts {
+            let _ = writeln!(text, "    {}", line(part));
         }
-        if group.operations_left_out > 0 {
-            let _ = writeln!(text, "  and {} later operations", group.operations_left_out);
+        if !operation.unseen.is_empty() {
+            let _ = writeln!(text, "    not looked at: {}", operation.unseen);
         }
-        if group.operations.is_empty() {
-            let _ = writeln!(text, "  nothing on its way");
+        let awaited = operation.awaited();
+        if !awaited.is_empty() {
+            let _ = writeln!(text, "    waits for rank {}", list(&awaited));
         }
-        verdicts::write_proxies(&mut text, &group.proxies);
-        connections::write(&mut text, &group.connections);
+        if at == 0 && !folded.is_empty() {
+            let _ = write!(text, "    {folded}");
+        }
     }
-    verdicts::write(&mut text, said);
-    for process in processes
-        .iter()
-        .filter(|process| process.communicators.is_empty())
-    {
-        let _ = writeln!(text, "process {}: no communicator", process.pid);
+    if !folded.is_empty() && group.operations.iter().all(|operation| operation.behind) {
+        let _ = write!(
+            text,
+            "  {}",
+            folded.replace("behind it", "behind those of other communicators")
+        );
     }
-    text
+    if group.operations_left_out > 0 {
+        let _ = writeln!(text, "  and {} later operations", group.operations_left_out);
+    }
+    if group.operations.is_empty() {
+        let _ = writeln!(text, "  nothing on its way");
+    }
+    verdicts::write_proxies(text, &group.proxies);
+    connections::write(text, &group.connections);
 }
 
 fn list(ranks: &[u32]) -> String {
@@ -296,56 +483,51 @@ fn list(ranks: &[u32]) -> String {
     ranks.join(", ")
 }
 
-fn to_json(processes: &[Process], groups: &[Group], said: &[VerdictView]) -> Value {
-    let part = |part: &Part| {
-        let (place, ns) = match part.place {
-            Place::NotLaunched { idle_ns } => ("not_launched", idle_ns),
-            Place::Queued { since_ns } => ("queued", Some(since_ns)),
-            Place::Running { since_ns, .. } => ("running", Some(since_ns)),
-            Place::Done => ("done", None),
-        };
-        let waits = match part.place {
-            Place::Running { waits, .. } => waits,
-            _ => None,
-        };
-        json!({
-            "rank": part.rank, "pid": part.pid, "stopped": part.stopped, "place": place, "ns": ns,
-            "waits": waits.map(|waits| json!({
-                "for": waits.phase.name(), "peer": waits.peer, "channel": waits.channel, "step": waits.step,
-            })),
-        })
+fn part_json(part: &Part) -> Value {
+    let (place, ns) = match part.place {
+        Place::NotLaunched { idle_ns } => ("not_launched", idle_ns),
+        Place::Queued { since_ns } => ("queued", Some(since_ns)),
+        Place::Running { since_ns, .. } => ("running", Some(since_ns)),
+        Place::Done => ("done", None),
     };
-    let operation = |operation: &Operation| {
-        json!({
-            "function": operation.function.map(Function::name),
-            "sequence": operation.seq,
-            "pair": operation.pair,
-            "bytes": operation.bytes,
-            "data_type": operation.data_type.map(ringsight_records::DataType::name),
-            "oldest_ns": operation.oldest_ns,
-            "parts": operation.parts.iter().map(part).collect::<Vec<_>>(),
-            "unseen": operation.unseen.to_string(),
-            "awaited": operation.awaited().iter().map(|part| part.rank).collect::<Vec<_>>(),
-        })
-    };
-    let group = |group: &Group| {
-        json!({
-            "id": format!("{:016x}", group.id),
-            "name": group.name,
-            "ranks": group.ranks,
-            "seen": group.seen.to_string(),
-            "user": group.user,
-            "operations_left_out": group.operations_left_out,
-            "operations": group.operations.iter().map(operation).collect::<Vec<_>>(),
-            "proxies": group.proxies.iter().map(verdicts::proxy_json).collect::<Vec<_>>(),
-            "connections": group.connections.iter().map(connections::to_json).collect::<Vec<_>>(),
-        })
+    let waits = match part.place {
+        Place::Running { waits, .. } => waits,
+        _ => None,
     };
     json!({
-        "version": 1,
-        "pids": processes.iter().map(|process| process.pid).collect::<Vec<_>>(),
-        "communicators": groups.iter().map(group).collect::<Vec<_>>(),
-        "verdicts": said.iter().map(verdicts::to_json).collect::<Vec<_>>(),
+        "rank": part.rank, "pid": part.pid, "stopped": part.stopped, "place": place, "ns": ns, "held": part.held,
+        "waits": waits.map(|waits| json!({
+            "for": waits.phase.name(), "peer": waits.peer, "channel": waits.channel, "step": waits.step,
+        })),
+    })
+}
+
+fn operation_json(operation: &Operation) -> Value {
+    json!({
+        "function": operation.function.map(Function::name),
+        "sequence": operation.seq,
+        "pair": operation.pair,
+        "bytes": operation.bytes,
+        "data_type": operation.data_type.map(ringsight_records::DataType::name),
+        "oldest_ns": operation.oldest_ns,
+        "behind": operation.behind,
+        "parts": operation.parts.iter().map(part_json).collect::<Vec<_>>(),
+        "unseen": operation.unseen.to_string(),
+        "awaited": operation.awaited(),
+    })
+}
+
+fn group_json(group: &Group) -> Value {
+    json!({
+        "id": format!("{:016x}", group.id),
+        "name": group.name,
+        "ranks": group.ranks,
+        "seen": group.seen.to_string(),
+        "user": group.user,
+        "operations_left_out": group.operations_left_out,
+        "operations": group.operations.iter().map(operation_json).collect::<Vec<_>>(),
+        "proxies": group.proxies.iter().map(verdicts::proxy_json).collect::<Vec<_>>(),
+        "connections": group.connections.iter().map(connections::to_json).collect::<Vec<_>>(),
     })
 }
 

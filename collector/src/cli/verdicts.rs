@@ -2,12 +2,12 @@
 
 use std::fmt::Write as _;
 
-use ringsight_collector::snapshot::{HeldUp, Proxy, VerdictView};
+use ringsight_collector::snapshot::{HeldUp, Proxy, VerdictView, name};
 use ringsight_output::Printable;
 use ringsight_records::{Function, verdicts::Nic};
 use serde_json::{Value, json};
 
-use super::snapshot::{name, seconds};
+use super::snapshot::seconds;
 
 /// An operation, with its replay if it has one.
 fn run(function: Option<Function>, seq: u64, pair: Option<(u32, u32)>, replay: u32) -> String {

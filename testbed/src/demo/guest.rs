@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use super::{
     OUTPUTS, check,
-    collector::Collector,
+    collector::{Collector, HANG_SEEN},
     job::Job,
     truth::{Configuration, Wire},
 };
@@ -127,7 +127,12 @@ impl Snapshots {
     fn take(&self, option: Option<&str>) -> Result<String> {
         let mut command = Command::new(&self.ringsight);
         command.arg("snapshot").args(self.pids.iter().map(u32::to_string));
-        process::output(command.args(option).stderr(Stdio::inherit()))
+        let output = command.args(option).stderr(Stdio::inherit()).output()?;
+        // Ranks wait while a connection fails over.
+        if !output.status.success() && output.status.code() != Some(HANG_SEEN) {
+            bail!("ringsight snapshot failed: {}", process::reason(output.status));
+        }
+        Ok(String::from_utf8(output.stdout)?.trim_end().to_owned())
     }
 
     /// Waits until a snapshot has an end of a connection of which `is_one` is true; without it, until all are on their first
