@@ -19,10 +19,11 @@
 //! |---|---|
 //! | identity, time and limits | `identity`, `clock`, `lag`, `limits`, `resource` |
 //! | records to operations | `correlate`, `awaited` (who waits for whom) |
-//! | operations to telemetry | `spans`, `findings` (what watchdogs found wrong, across ranks), `metrics`, `network` (the kernel's RDMA stack, failovers), `summary` |
+//! | operations to telemetry | `arrivals` (who was late), `spans`, `findings` (what watchdogs found wrong, across ranks), `metrics`, `network` (the kernel's RDMA stack, failovers), `summary` |
 //! | the line | `collector` |
 //! | beside it, for commands and tests | `explain`, `snapshot`, `synthetic` |
 
+pub mod arrivals;
 mod awaited;
 pub mod clock;
 pub mod collector;

@@ -476,7 +476,13 @@ impl OperationLog {
                     ),
                 };
                 let late = operation.culprit.as_ref().map_or_else(String::new, |culprit| {
-                    format!("rank {} by {:.1} ms", culprit.rank, culprit.lag_ns as f64 / 1e6)
+                    let is_seen = operation.by_rank.iter().any(|part| part.rank == culprit.rank);
+                    let unseen = if is_seen { "" } else { ", not watched here," };
+                    format!(
+                        "rank {}{unseen} by {:.1} ms",
+                        culprit.rank,
+                        culprit.lag_ns as f64 / 1e6
+                    )
                 });
                 let line = format!(
                     "  {:<16} {:016x} {:>10} {:>10} {:>9.3} ms  {late}",

@@ -39,6 +39,21 @@ impl Instance {
         self.owner
     }
 
+    /// One with all parts.
+    #[cfg(test)]
+    pub(crate) fn of(key: InstanceKey, parts: Vec<Box<RankOperation>>) -> Self {
+        Self {
+            key,
+            parts,
+            whole: true,
+            late: false,
+            since_ns: 0,
+            end_ns: 0,
+            begun_by: 0,
+            owner: Owner::LAST,
+        }
+    }
+
     /// The part that stands for the whole: rank 0's, or a message's sender's.
     #[must_use]
     pub fn root_part(&self) -> Option<&RankOperation> {

@@ -20,7 +20,7 @@ use rustc_hash::FxHashMap;
 pub use group::Group;
 pub use host_group::HostGroup;
 use host_group::HostGroups;
-pub use operation::{KernelChannel, RankOperation, Verdict, Whereabouts};
+pub use operation::{ArrivalReport, KernelChannel, RankOperation, Verdict, Whereabouts};
 pub use target::Given;
 use target::Target;
 

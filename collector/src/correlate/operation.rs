@@ -2,7 +2,8 @@
 
 use ringsight_exporters::model::{SpanId, TraceId};
 use ringsight_records::{
-    Cause, Description, Flags, Function, Kind, Record, State, pages::CAPTURED, verdicts::Nic,
+    Arrival, ArrivalNotice, Cause, Description, Flags, Function, Kind, Record, State, pages::CAPTURED,
+    verdicts::Nic,
 };
 
 use rustc_hash::FxHashMap;
@@ -53,6 +54,33 @@ impl KernelChannel {
         match self.device_ns() {
             Some(took) if self.start_ns != 0 => (self.start_ns, self.start_ns.saturating_add(took)),
             _ => (self.start_ns, self.stop_ns),
+        }
+    }
+}
+
+/// What the library says of who arrived last at a rank's operation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ArrivalReport {
+    /// Nothing.
+    #[default]
+    None,
+    /// It will say it, or that it does not know.
+    Awaited,
+    /// It may say it.
+    Possible,
+    /// It does not know.
+    Unknown,
+    /// This.
+    Known(Arrival),
+}
+
+impl ArrivalReport {
+    /// What is known, if anything is.
+    #[must_use]
+    pub fn known(&self) -> Option<&Arrival> {
+        match self {
+            Self::Known(arrival) => Some(arrival),
+            _ => None,
         }
     }
 }
@@ -147,6 +175,8 @@ pub struct RankOperation {
     pub proxies: Vec<ProxyOperation>,
     /// What the watchdog said of it, in order.
     pub verdicts: Vec<Verdict>,
+    /// What the library says of who arrived last.
+    pub arrival: ArrivalReport,
     /// Failures of ports that it was delayed by: their spans.
     pub delayed_by: Vec<(TraceId, SpanId)>,
     /// What another rank waits in for this one, which was in this operation when the watchdog said so.
@@ -157,6 +187,8 @@ pub struct RankOperation {
     pub(super) losses_before: u64,
     /// What it holds: [`Limit::OperationParts`].
     pub(super) parts: usize,
+    /// Until when it is held for the library's word on arrivals; 0 = it is not.
+    pub(super) held_until_ns: u64,
     recent_proxy: usize,
     /// Place of the last proxy operation of a connection, where there are more than [`FEW_PROXIES`].
     by_connection: FxHashMap<Connection, usize>,
@@ -316,6 +348,14 @@ impl RankOperation {
             Kind::OpCompleted => {
                 self.completed = true;
                 self.device = (record.value, record.time_ns);
+                // What was asked by another rank may be known before.
+                if self.arrival == ArrivalReport::None {
+                    self.arrival = match ArrivalNotice::of(record) {
+                        ArrivalNotice::Never => ArrivalReport::None,
+                        ArrivalNotice::Follows => ArrivalReport::Awaited,
+                        ArrivalNotice::MayFollow => ArrivalReport::Possible,
+                    };
+                }
                 self.aborted |= record.state == State::ABORTED;
             }
             Kind::ProxyCompleted => self.proxy_completed_ns = record.time_ns,
@@ -396,6 +436,27 @@ impl RankOperation {
         }
         self.parts += 1;
         Ok(())
+    }
+
+    /// Takes in what the library found out of who arrived last: after its end, and no part of it.
+    pub(crate) fn report_arrival(&mut self, record: &Record) {
+        self.arrival = Arrival::of(record).map_or(ArrivalReport::Unknown, ArrivalReport::Known);
+    }
+
+    /// Which rank arrived last, if the library knows. It is a rank of the communicator, whatever the record says.
+    #[must_use]
+    pub fn arrived_last(&self) -> Option<&Arrival> {
+        self.arrival.known().filter(|arrival| arrival.rank < self.ranks)
+    }
+
+    /// Until when it waits for the library to say who arrived last; 0 for not at all.
+    pub(crate) fn arrival_due_ns(&self) -> u64 {
+        let patience_ns = match self.arrival {
+            ArrivalReport::Awaited => ArrivalNotice::PATIENCE_NS,
+            ArrivalReport::Possible => ArrivalNotice::HOLD_NS,
+            ArrivalReport::None | ArrivalReport::Unknown | ArrivalReport::Known(_) => return 0,
+        };
+        self.device.1.saturating_add(patience_ns)
     }
 
     fn identify(&mut self, kind: Kind, record: &Record) {

@@ -1,6 +1,9 @@
 //! What is known of one watched process: its operations in flight, in any order of their records.
 
-use std::{collections::VecDeque, sync::Arc};
+use std::{
+    collections::{BTreeSet, VecDeque},
+    sync::Arc,
+};
 
 use ringsight_probes::sample::Process;
 use ringsight_records::{Description, Kind, Record, State, pages::CAPTURED, verdicts::GivenVerdict};
@@ -62,6 +65,8 @@ pub(super) struct Target {
     order: VecDeque<u64>,
     /// Completed, waiting for the rest of their records; may hold keys that are gone.
     pending: VecDeque<u64>,
+    /// Over, but for what the library may say of who arrived last: by when that is due. Only operations that are there.
+    held: BTreeSet<(u64, u64)>,
     captured: FxHashMap<u32, Box<Description>>,
     /// Graphs that were destroyed, and when: their last replays may not be settled yet.
     destroyed: FxHashMap<u32, u64>,
@@ -98,6 +103,7 @@ impl Target {
             operations: FxHashMap::default(),
             order: VecDeque::new(),
             pending: VecDeque::new(),
+            held: BTreeSet::new(),
             captured: FxHashMap::default(),
             destroyed: FxHashMap::default(),
             groups: Groups::default(),
@@ -117,9 +123,8 @@ impl Target {
     /// Operations that are known to be running.
     pub(super) fn in_flight(&self) -> usize {
         let operations = self.operations.values();
-        operations
-            .filter(|operation| !self.is_left_over(operation))
-            .count()
+        let known = operations.filter(|operation| !self.is_left_over(operation));
+        known.count().saturating_sub(self.held.len())
     }
 
     /// Operations that have not been handed out.
@@ -201,8 +206,17 @@ impl Target {
         }
     }
 
+    /// Keeps an operation that is over until the library says who arrived last in it, or `due_ns`.
+    fn hold(&mut self, key: u64, mut operation: Box<RankOperation>, due_ns: u64) {
+        self.held.remove(&(operation.held_until_ns, key));
+        operation.held_until_ns = due_ns;
+        self.held.insert((due_ns, key));
+        self.operations.insert(key, operation);
+    }
+
     fn remove(&mut self, key: u64) -> Option<Box<RankOperation>> {
         let operation = self.operations.remove(&key)?;
+        self.held.remove(&(operation.held_until_ns, key));
         if self.settled.insert(key) {
             self.settled_order.push_back(key);
             if self.settled_order.len() > SETTLED
@@ -262,6 +276,17 @@ impl Target {
                         self.destroyed.insert(record.op, record.time_ns);
                     } else {
                         self.left_out.count(Limit::Graphs);
+                    }
+                }
+            }
+            Kind::Arrival => {
+                let key = key(record.op, record.replay);
+                // One that is too late for its operation is of no use.
+                if let Some(operation) = self.operations.get_mut(&key) {
+                    operation.report_arrival(record);
+                    let held_until_ns = std::mem::take(&mut operation.held_until_ns);
+                    if self.held.remove(&(held_until_ns, key)) {
+                        self.pending.push_back(key);
                     }
                 }
             }
@@ -373,9 +398,14 @@ impl Target {
         // A description that could not be read shows by its absence. What is of no operation touches none.
         let touches = match kind {
             None
-            | Some(Kind::ProxyCtrl | Kind::NetPlugin | Kind::CommInit | Kind::CommDestroy | Kind::Failover) => {
-                false
-            }
+            | Some(
+                Kind::ProxyCtrl
+                | Kind::NetPlugin
+                | Kind::CommInit
+                | Kind::CommDestroy
+                | Kind::Failover
+                | Kind::Arrival,
+            ) => false,
             Some(Kind::Group | Kind::GroupApi | Kind::Graph | Kind::Coll | Kind::P2p) => false,
             Some(_) => true,
         };
@@ -426,6 +456,10 @@ impl Target {
             self.completions_ns = now;
             self.complete_from_channels(now, limits);
         }
+        while let Some((_, key)) = self.held.first().copied().filter(|(due_ns, _)| *due_ns <= now) {
+            self.held.pop_first();
+            self.pending.push_back(key);
+        }
         for _ in 0..self.pending.len().min(most) {
             let Some(key) = self.pending.pop_front() else {
                 break;
@@ -444,6 +478,11 @@ impl Target {
             self.supplement(&mut operation);
             let whole = operation.is_whole() && now >= operation.latest_ns();
             let over = whole || now >= operation.latest_ns().saturating_add(limits.linger_ns);
+            let due_ns = operation.arrival_due_ns();
+            if over && now < due_ns {
+                self.hold(key, operation, due_ns);
+                continue;
+            }
             // Back in, so that `remove` below does all that belongs to a removal.
             self.operations.insert(key, operation);
             if !over {

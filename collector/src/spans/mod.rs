@@ -16,9 +16,10 @@ use std::{collections::VecDeque, sync::Arc};
 use ringsight_exporters::model::{
     Attribute, Culprit, Operation, OperationRank, Resource, Span, SpanId, SpanLink, TraceId, Value,
 };
-use ringsight_records::{Algorithm, DataType, Description, Function, Protocol, ReduceOp};
+use ringsight_records::{Algorithm, Arrival, DataType, Description, Function, Protocol, ReduceOp};
 
 use crate::{
+    arrivals::{self, Finding},
     clock::Clock,
     correlate::{
         RankOperation,
@@ -61,6 +62,8 @@ pub struct InstanceSummary {
     pub function: Option<Function>,
     /// The late rank.
     pub culprit: Option<Culprit>,
+    /// What the library says of the rank that arrived last, where not all ranks are seen here.
+    pub reported: Option<Arrival>,
     /// Bus bandwidth in bytes per second, by nccl-tests' factors; `None` if the time or size is not known.
     pub bus_bandwidth: Option<f64>,
     /// Everything was seen of every watched rank.
@@ -161,17 +164,30 @@ impl SpanMaker {
         let started = instance.parts.iter().filter(|part| part.device.0 != 0);
         self.arrivals
             .extend(started.map(|part| (part.rank, part.device.0)));
-        let by_arrival = lag::culprit(function, &self.arrivals, self.lag_threshold_ns);
-        let culprit = match waited_for {
-            Some(named) if by_arrival.as_ref().is_none_or(|late| late.rank != named.culprit) => {
-                Some(Culprit {
-                    rank: named.culprit,
-                    lag_ns: named.waited_ns,
-                })
+        let by_arrival = arrivals::find(instance, function, &self.arrivals, self.lag_threshold_ns);
+        let Finding { culprit, reported } = match waited_for {
+            Some(named)
+                if by_arrival
+                    .culprit
+                    .as_ref()
+                    .is_none_or(|late| late.rank != named.culprit) =>
+            {
+                Finding {
+                    culprit: Some(Culprit {
+                        rank: named.culprit,
+                        lag_ns: named.waited_ns,
+                    }),
+                    reported: None,
+                }
             }
             _ => by_arrival,
         };
-        let last = self.arrivals.iter().map(|(_, arrival)| *arrival).max();
+        let waits = instance.parts.iter().filter_map(|part| {
+            let arrival = part.arrived_last()?;
+            Some(part.device.0.saturating_add(arrival.wait_ns))
+        });
+        let seen = self.arrivals.iter().map(|(_, arrival)| *arrival);
+        let last = seen.chain(waits).max();
         let first = self.arrivals.iter().map(|(_, arrival)| *arrival).min();
         // What the slowest rank made the others wait is not the network's doing.
         let begin = if function.is_some_and(Function::synchronises) {
@@ -196,6 +212,7 @@ impl SpanMaker {
         InstanceSummary {
             function,
             culprit,
+            reported,
             bus_bandwidth,
             complete,
             waited_until_ns: waited_for.map_or(0, |named| named.until_ns),
@@ -471,6 +488,14 @@ fn root_attributes(
     if let Some(culprit) = &summary.culprit {
         attributes.push(("ccl.straggler.rank", Value::Int(i64::from(culprit.rank))));
         attributes.push(("ccl.straggler.lag", seconds(culprit.lag_ns)));
+        let source = if summary.reported.is_some() {
+            "library"
+        } else {
+            "arrivals"
+        };
+        attributes.push(("ccl.straggler.source", Value::Static(source)));
+        let uncertainty = summary.reported.map(|reported| seconds(reported.uncertainty_ns));
+        attributes.extend(uncertainty.map(|value| ("ccl.straggler.uncertainty", value)));
     }
     if let Some(bandwidth) = summary.bus_bandwidth {
         attributes.push(("ccl.operation.bus_bandwidth", Value::Double(bandwidth)));

@@ -295,6 +295,10 @@ impl Part<'_> {
         if let Some(lag_ns) = self.lag_ns {
             attributes.push(("ccl.straggler.lag", Value::Double(lag_ns as f64 / 1e9)));
         }
+        if let Some(arrival) = part.arrived_last() {
+            attributes.push(("ccl.wait.rank", Value::Int(i64::from(arrival.rank))));
+            attributes.push(("ccl.wait.duration", seconds(arrival.wait_ns)));
+        }
         attributes.push(("ccl.complete", Value::Bool(part.complete)));
         attributes
     }

@@ -28,7 +28,7 @@ use crate::{
     launch::{LaunchContext, LaunchQueue, Order, Posting, SubmittedPlans},
     observe,
     plan::Capabilities,
-    progress::RetireQueue,
+    progress::{ArrivalLog, RetireQueue},
     proxy::{Connector, Proxy},
     topology::{RankInfo, Topology},
     transport::{RingConnections, rdma::NetworkChoice},
@@ -297,7 +297,14 @@ impl Making<'_> {
             .transpose()
             .inspect_err(|_| membership.leave(&connector))?;
         let peers = peers.map(|(peers, _)| peers);
-        let watch = self.watch(id, bootstrap, &topology, (&checks, inbox_sender), &shared.proxy)?;
+        let arrivals = (topology.nodes() > 1).then(Arc::<ArrivalLog>::default);
+        let watch = self.watch(
+            id,
+            (bootstrap, &shared.proxy),
+            &topology,
+            (&checks, inbox_sender),
+            arrivals.clone(),
+        )?;
         losses.hand_over(&checks, watch.as_deref());
         let journal = (topology.nodes() > 1)
             .then(|| crate::device::device()?.new_journal())
@@ -344,6 +351,7 @@ impl Making<'_> {
                 abort,
                 retired: retired.clone(),
                 checks,
+                arrivals,
                 watch,
             },
             peers_ended_well,
@@ -393,10 +401,10 @@ impl Making<'_> {
     fn watch(
         &self,
         id: u64,
-        bootstrap: &Arc<Bootstrap>,
+        (bootstrap, proxy): (&Arc<Bootstrap>, &Proxy),
         topology: &Arc<Topology>,
         (checks, inbox_sender): (&Arc<Checks>, InboxSender),
-        proxy: &Proxy,
+        arrivals: Option<Arc<ArrivalLog>>,
     ) -> Result<Option<watchdog::RegisteredWatch>> {
         let Some(settings) = self.watchdog else {
             let responder = watchdog::PassiveResponder {
@@ -404,6 +412,7 @@ impl Making<'_> {
                 stalls: proxy.stalls(),
                 topology: topology.clone(),
                 checks: checks.clone(),
+                arrivals,
                 post: post_over(bootstrap),
             };
             hear(bootstrap, checks, inbox_sender, move |from, bytes| {
@@ -425,6 +434,7 @@ impl Making<'_> {
             post: post_over(bootstrap),
             stalls: proxy.stalls(),
             moves: proxy.moves(id),
+            arrivals,
         };
         let watch = watchdog::Watch::new(watched, settings);
         let watching = Arc::downgrade(&watch);

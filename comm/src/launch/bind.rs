@@ -450,7 +450,12 @@ pub(super) fn assemble(
     if let Some(launch) = pooled.and_then(|pooled| pooled.refill(&mut works, contents)) {
         return ReadyPlan::new(launch, number, cached);
     }
-    let observer = PlanObserver::new(contents, context.retired.clone(), context.checks.clone());
+    let observer = PlanObserver::new(
+        contents,
+        context.retired.clone(),
+        context.checks.clone(),
+        context.arrivals.clone(),
+    );
     let launch = Launch {
         channels: works,
         abort: context.abort.clone(),

@@ -13,7 +13,7 @@ use crate::{
     device::{Capture, Device, Launcher},
     observe,
     plan::Capabilities,
-    progress::{RetireQueue, Retired},
+    progress::{ArrivalLog, RetireQueue, Retired},
     proxy::Connector,
     transport::RingConnections,
     watchdog::{RegisteredWatch, Watch},
@@ -43,6 +43,8 @@ pub(crate) struct LaunchContext {
     pub(crate) retired: Arc<RetireQueue>,
     /// Whether the ranks call alike, and are there.
     pub(crate) checks: Arc<Checks>,
+    /// `None` if all ranks are on one node.
+    pub(crate) arrivals: Option<Arc<ArrivalLog>>,
     /// `None` if the watchdog is off.
     pub(crate) watch: Option<RegisteredWatch>,
 }

@@ -43,6 +43,13 @@ pub fn wants(kind: Kind) -> bool {
     RECORDS && shared::current().is_some_and(|shared| shared.pages.header().lease.wants(kind))
 }
 
+/// Whether a collector reads events of `kind` as of `now_ns` ([`now_ns`]): it wants them, and gave a sign of life of late.
+#[must_use]
+pub fn is_read(kind: Kind, now_ns: u64) -> bool {
+    let is_alive = |shared: &shared::Shared| shared.pages.header().lease.alive(now_ns);
+    wants(kind) && shared::current().is_some_and(is_alive)
+}
+
 /// By kind number: 1 + the probe function that carries the kind, 0 for dense kinds.
 const PROBES: [u8; Kind::LIMIT] = {
     let mut probes = [0; Kind::LIMIT];

@@ -1,7 +1,8 @@
 //! How far operations are on the device.
 //!
 //! [`PlanObserver`] is the one writer: the device calls it from its own threads while it runs a plan. It has two kinds of readers.
-//! Collectors read the records and descriptions that it writes ([`crate::observe`]). The watchdog reads [`PlanObserver::operations`], without a lock.
+//! Collectors read the records and descriptions that it writes ([`crate::observe`]). The watchdog reads [`PlanObserver::operations`], without a lock,
+//! and the [`ArrivalLog`] of a communicator over several nodes.
 //!
 //! | state of an operation ([`Seen`]) | entered when |
 //! |---|---|
@@ -17,11 +18,13 @@
 //! - A plan that runs once goes to the [`RetireQueue`] when it is finished; the thread that makes calls on the communicator gives back what it
 //!   holds. No thread of the device frees memory.
 
+mod arrivals;
 mod durations;
 mod observer;
 mod op_progress;
 mod retire;
 
+pub(crate) use arrivals::{ArrivalLog, ArrivedOperation, Dependencies};
 pub(crate) use durations::DURATIONS_KEPT;
 pub(crate) use observer::{Contents, OpState, PlanObserver, Shared, Stage};
 pub(crate) use op_progress::Seen;

@@ -9,10 +9,11 @@ use std::{
 };
 
 use ringsight_kernels::{Observer, When};
-use ringsight_records::{Flags, Kind, Record, State, Waits, description::Time};
+use ringsight_records::{ArrivalNotice, Flags, Kind, Record, State, Waits, description::Time};
 use smallvec::{SmallVec, smallvec};
 
 use super::{
+    arrivals::ArrivalLog,
     durations::Durations,
     op_progress::{OpProgress, Seen},
     retire::{RetireQueue, Retired},
@@ -146,7 +147,7 @@ impl OpState {
         // What is left of it in this plan keeps the others from completing it.
         if !self.progress.is_completed(None) {
             self.aborted.store(true, Ordering::Relaxed);
-            self.complete(now, 0);
+            self.complete(now, 0, None);
         }
     }
 
@@ -157,7 +158,7 @@ impl OpState {
         self.last_ns.fetch_max(host_ns, Ordering::Relaxed);
     }
 
-    fn complete(&self, now: u64, replay: u32) {
+    fn complete(&self, now: u64, replay: u32, arrivals: Option<&ArrivalLog>) {
         // Made ready for the next replay before anybody learns that this one is done.
         // Relaxed: the device runs replays one after another, with its own ordering between them.
         self.remaining.store(self.channels, Ordering::Relaxed);
@@ -176,11 +177,16 @@ impl OpState {
             times.add(end - start);
         }
         let state = if aborted { State::ABORTED } else { State::STOP };
+        let arrivals = arrivals.filter(|_| !aborted && start != 0);
         for info in self.infos() {
             observe::set_times(info.op, [(Time::DeviceStart, start), (Time::DeviceEnd, end)]);
+            let notice = arrivals.map_or(ArrivalNotice::Never, |arrivals| {
+                arrivals.complete(info, replay, (start, end))
+            });
             let record = info.record(Kind::OpCompleted, state, end, replay);
             observe::emit(&Record {
                 value: start,
+                channel: notice as u8,
                 ..record
             });
         }
@@ -223,6 +229,8 @@ pub(crate) struct PlanObserver {
     waits_ns: AtomicU64,
     retired: Arc<RetireQueue>,
     checks: Arc<Checks>,
+    /// Of a communicator over several nodes.
+    arrivals: Option<Arc<ArrivalLog>>,
 }
 
 /// What a plan has for its observer.
@@ -234,7 +242,12 @@ pub(crate) struct Contents {
 }
 
 impl PlanObserver {
-    pub(crate) fn new(contents: &mut Contents, retired: Arc<RetireQueue>, checks: Arc<Checks>) -> Self {
+    pub(crate) fn new(
+        contents: &mut Contents,
+        retired: Arc<RetireQueue>,
+        checks: Arc<Checks>,
+        arrivals: Option<Arc<ArrivalLog>>,
+    ) -> Self {
         let mut this = Self {
             number: 0,
             states: SmallVec::new(),
@@ -246,6 +259,7 @@ impl PlanObserver {
             waits_ns: AtomicU64::new(0),
             retired,
             checks,
+            arrivals,
         };
         this.renew(contents);
         this
@@ -369,6 +383,11 @@ impl Observer for PlanObserver {
         if state.progress.begin(replay, now) {
             for info in state.infos() {
                 observe::set_times(info.op, [(Time::DeviceStart, moment.host_ns)]);
+                if let Some(arrivals) = &self.arrivals {
+                    // Another channel may have started before this one.
+                    let first_ns = state.first_ns.load(Ordering::Relaxed);
+                    arrivals.arrive(info, replay, first_ns);
+                }
             }
         }
         if state.is_first(channel) {
@@ -390,7 +409,7 @@ impl Observer for PlanObserver {
         }
         // AcqRel: channels may be threads of their own; the last one sees the others' start time and abort mark.
         if state.remaining.fetch_sub(1, Ordering::AcqRel) == 1 {
-            state.complete(now, replay);
+            state.complete(now, replay, self.arrivals.as_deref());
         }
     }
 
@@ -432,7 +451,7 @@ impl Observer for PlanObserver {
             for state in self.states.iter().chain(shared) {
                 if !state.progress.is_completed(Some(replay)) {
                     state.aborted.store(true, Ordering::Relaxed);
-                    state.complete(now, replay);
+                    state.complete(now, replay, None);
                 }
             }
         }

@@ -3,15 +3,17 @@
 use std::sync::Arc;
 
 use ringsight_comm_base::{process::Stat, process::State, sync::lock};
+use ringsight_records::Kind;
 
 use super::{
-    Watch,
+    Watch, arrivals,
     message::WatchdogMessage,
-    rules::evidence::{Position, ProcessHealth, RankAnswer, RankState},
+    rules::evidence::{OperationRun, Position, ProcessHealth, RankAnswer, RankState},
 };
 use crate::{
     checks::{Checks, Post},
     observe,
+    progress::ArrivalLog,
     proxy::stalls::Stalls,
     topology::Topology,
 };
@@ -44,6 +46,17 @@ impl Watch {
             WatchdogMessage::HealthAnswer { query, rank, health } => {
                 lock(&self.rules).hear(query, rank, health.into(), observe::now_ns());
             }
+            WatchdogMessage::ArrivalQuery { query, runs } => {
+                let is_read = observe::is_read(Kind::Arrival, observe::now_ns());
+                answer_ages(
+                    self.arrivals.as_deref(),
+                    &self.post,
+                    from,
+                    (query, &runs),
+                    is_read,
+                );
+            }
+            WatchdogMessage::ArrivalAnswer { query, ages } => self.hear_ages(query, from, Some(&ages)),
             WatchdogMessage::GaveUp { completed } => lock(&self.rules).rank_gave_up(from, completed),
             WatchdogMessage::WriteDump => self.dump(),
             WatchdogMessage::Debugger { is_attached } => lock(&self.rules).debugger(from, is_attached),
@@ -57,6 +70,8 @@ pub(crate) struct PassiveResponder {
     pub(crate) stalls: Arc<Stalls>,
     pub(crate) topology: Arc<Topology>,
     pub(crate) checks: Arc<Checks>,
+    /// Of a communicator over several nodes.
+    pub(crate) arrivals: Option<Arc<ArrivalLog>>,
     pub(crate) post: Post,
 }
 
@@ -80,8 +95,30 @@ impl PassiveResponder {
             Some(WatchdogMessage::HealthQuery { query, rank }) => {
                 answer_health(&self.topology, &self.post, from, (query, rank));
             }
+            Some(WatchdogMessage::ArrivalQuery { query, runs }) => {
+                // This rank itself asks nobody.
+                answer_ages(self.arrivals.as_deref(), &self.post, from, (query, &runs), false);
+            }
             _ => {}
         }
+    }
+}
+
+/// Answers when this rank arrived. `is_read`: a collector wants to know of arrivals here.
+fn answer_ages(
+    arrivals: Option<&ArrivalLog>,
+    post: &Post,
+    from: u32,
+    (query, runs): (u32, &[OperationRun]),
+    is_read: bool,
+) {
+    // All ranks agree on whether there is a log.
+    if let Some(arrivals) = arrivals {
+        let ages = arrivals::ages(arrivals, runs, is_read);
+        (post)(
+            Some(from),
+            &WatchdogMessage::ArrivalAnswer { query, ages }.encode(),
+        );
     }
 }
 

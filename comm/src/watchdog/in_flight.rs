@@ -426,7 +426,7 @@ mod tests {
             persistent: false,
         };
         let checks = Checks::new(0, 2, Box::new(|_, _| true), Box::new(|_| {}));
-        Arc::new(PlanObserver::new(&mut contents, Arc::default(), checks))
+        Arc::new(PlanObserver::new(&mut contents, Arc::default(), checks, None))
     }
 
     #[test]

@@ -1,16 +1,21 @@
 //! Control messages between watchdogs. The parser refuses everything that [`WatchdogMessage::encode`] does not write.
 //!
+//! A kind's number stands for its layout: another layout is another kind. A library that does not know a kind ignores it, and its
+//! rank counts as one that does not answer.
+//!
 //! | message | from | to | answer |
 //! |---|---|---|---|
 //! | [`Query`](WatchdogMessage::Query) | a rank with an overdue operation | ranks of the operation | `Answer` |
 //! | [`HealthQuery`](WatchdogMessage::HealthQuery) | the same, about a silent rank | ranks of that rank's node | `HealthAnswer` |
 //! | [`GaveUp`](WatchdogMessage::GaveUp) | a rank that gives up its operations | all | – |
 //! | [`Debugger`](WatchdogMessage::Debugger) | a rank that a debugger attaches to, or detaches from | all | – |
+//! | [`ArrivalQuery`](WatchdogMessage::ArrivalQuery) | a rank that waited in operations which have completed | ranks of the operations | `ArrivalAnswer` |
 //! | [`WriteDump`](WatchdogMessage::WriteDump) | a rank that found a hang | all | – |
 
 use ringsight_records::{PathCause, Waits, connection::DEVICE_NAME_BYTES, pages::text};
 
 use super::rules::{
+    arrivals::MOST_ASKED,
     completed::CompletedRuns,
     evidence::{BlockingOperation, OperationRun, Position, ProcessHealth, RankAnswer},
 };
@@ -52,6 +57,10 @@ pub(super) enum WatchdogMessage {
     WriteDump,
     /// A debugger attached to the sender's process, or detached from it.
     Debugger { is_attached: bool },
+    /// How long ago did the receiver arrive at these runs? At most [`MOST_ASKED`].
+    ArrivalQuery { query: u32, runs: Vec<OperationRun> },
+    /// The sender arrived at them so many nanoseconds ago, in the order of the query; `None` where it does not know.
+    ArrivalAnswer { query: u32, ages: Vec<Option<u64>> },
 }
 
 fn put_run(bytes: &mut Vec<u8>, run: OperationRun) {
@@ -181,6 +190,17 @@ impl WatchdogMessage {
             }
             Self::WriteDump => begin(6, 0),
             Self::Debugger { is_attached } => begin(7, is_attached.into()),
+            Self::ArrivalQuery { query, ref runs } => {
+                begin(8, query);
+                runs.iter().for_each(|run| put_run(&mut bytes, *run));
+            }
+            Self::ArrivalAnswer { query, ref ages } => {
+                begin(9, query);
+                for age_ns in ages {
+                    bytes.push(age_ns.is_some().into());
+                    bytes.extend(age_ns.unwrap_or(0).to_le_bytes());
+                }
+            }
         }
         bytes
     }
@@ -267,6 +287,25 @@ impl WatchdogMessage {
             7 if query <= 1 => Self::Debugger {
                 is_attached: query == 1,
             },
+            8 => {
+                let mut runs = Vec::new();
+                while !rest.is_empty() && runs.len() < MOST_ASKED {
+                    runs.push(run(&mut rest)?);
+                }
+                Self::ArrivalQuery { query, runs }
+            }
+            9 => {
+                let mut ages = Vec::new();
+                while !rest.is_empty() && ages.len() < MOST_ASKED {
+                    let [is_known] = *rest.take()?;
+                    ages.push(match (is_known, rest.u64()?) {
+                        (0, 0) => None,
+                        (1, age_ns) => Some(age_ns),
+                        _ => return None,
+                    });
+                }
+                Self::ArrivalAnswer { query, ages }
+            }
             _ => return None,
         };
         rest.is_empty().then_some(message)
@@ -376,6 +415,10 @@ mod tests {
             }),
             Just(WatchdogMessage::WriteDump),
             any::<bool>().prop_map(|is_attached| WatchdogMessage::Debugger { is_attached }),
+            (any::<u32>(), prop::collection::vec(runs(), 0..4))
+                .prop_map(|(query, runs)| WatchdogMessage::ArrivalQuery { query, runs }),
+            (any::<u32>(), prop::collection::vec(any::<Option<u64>>(), 0..4))
+                .prop_map(|(query, ages)| WatchdogMessage::ArrivalAnswer { query, ages }),
             any::<(u32, u32)>().prop_map(|(query, rank)| WatchdogMessage::HealthQuery { query, rank }),
             (any::<(u32, u32)>(), prop::sample::select(&HEALTH[..]))
                 .prop_map(|((query, rank), health)| WatchdogMessage::HealthAnswer { query, rank, health }),
@@ -389,12 +432,40 @@ mod tests {
         ) {
             let bytes = message.encode();
             let cut = cut.index(bytes.len());
-            // A shorter list of completed runs is a message, too.
-            let may_be_cut = matches!(message, WatchdogMessage::GaveUp { .. }) && cut >= 9;
+            // A shorter list is a message, too.
+            let is_list = matches!(
+                message,
+                WatchdogMessage::GaveUp { .. }
+                    | WatchdogMessage::ArrivalQuery { .. }
+                    | WatchdogMessage::ArrivalAnswer { .. }
+            );
+            let may_be_cut = is_list && cut >= 9;
             prop_assert_eq!(WatchdogMessage::parse(&bytes), Some(message));
             prop_assert!(may_be_cut || WatchdogMessage::parse(&bytes[..cut]).is_none());
-            fuzz(&[b"RSWD", &[kind % 9][..], &raw].concat());
+            fuzz(&[b"RSWD", &[kind % 10][..], &raw].concat());
             fuzz(&raw);
+        }
+    }
+
+    #[test]
+    fn a_question_about_too_many_operations_is_refused() {
+        let run = OperationRun {
+            identity: Identity::Collective { seq: 1 },
+            replay: 0,
+        };
+        let query = |count| WatchdogMessage::ArrivalQuery {
+            query: 1,
+            runs: vec![run; count],
+        };
+        let answer = |count| WatchdogMessage::ArrivalAnswer {
+            query: 1,
+            ages: vec![Some(1); count],
+        };
+        for message in [query(MOST_ASKED), answer(MOST_ASKED)] {
+            assert_eq!(WatchdogMessage::parse(&message.encode()), Some(message));
+        }
+        for message in [query(MOST_ASKED + 1), answer(MOST_ASKED + 1)] {
+            assert_eq!(WatchdogMessage::parse(&message.encode()), None);
         }
     }
 

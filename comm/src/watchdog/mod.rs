@@ -4,6 +4,8 @@
 //! their other ranks where they are, and reports one verdict with a culprit. `docs/src/watchdog.md` has what it promises to
 //! users.
 //!
+//! Of operations that completed it finds out who arrived last ([`arrivals`]).
+//!
 //! # Verdicts
 //! The first one that fits is reported: later ones are its consequences.
 //!
@@ -48,10 +50,11 @@
 //! # Invariants
 //! - Only `rs-events` calls the device, so a stuck device silences no verdict.
 //! - The rules ([`rules`]) read no clock, take no lock and call nothing: the threads read, and carry out what they decide.
-//! - Locks are taken in the order `rules`, `in_flight`, the checks' calls.
+//! - Locks are taken in the order `rules`, `in_flight`, the checks' calls. `inquiries` and the arrivals are locked alone.
 //! - Everything that follows from a verdict happens before its report is logged, because the log may block.
 
 mod answering;
+mod arrivals;
 mod dump;
 mod events;
 mod in_flight;
@@ -86,12 +89,12 @@ use self::{
     dump::DumpFiles,
     in_flight::InFlightOperations,
     message::WatchdogMessage,
-    rules::{Rules, completed::CompletedRuns},
+    rules::{Rules, arrivals::ArrivalInquiries, completed::CompletedRuns},
 };
 use crate::{
     checks::{Checks, Post},
     observe,
-    progress::PlanObserver,
+    progress::{ArrivalLog, PlanObserver},
     proxy::{moves::Moves, stalls::Stalls},
     topology::{ProcessDevice, Topology},
 };
@@ -128,6 +131,8 @@ pub(crate) struct WatchedCommunicator {
     pub(crate) stalls: Arc<Stalls>,
     /// Counts what the network moves for the communicator.
     pub(crate) moves: Arc<Moves>,
+    /// Of a communicator over several nodes.
+    pub(crate) arrivals: Option<Arc<ArrivalLog>>,
 }
 
 /// The watchdog of one communicator on this rank.
@@ -149,6 +154,10 @@ pub(crate) struct Watch {
     stalls: Arc<Stalls>,
     in_flight: Mutex<InFlightOperations>,
     rules: Mutex<Rules>,
+    arrivals: Option<Arc<ArrivalLog>>,
+    inquiries: Mutex<ArrivalInquiries>,
+    /// Whom this rank asks when they arrived.
+    asked_ranks: Vec<u32>,
     /// The communicator ends on this rank.
     has_ended: AtomicBool,
     /// Set when this rank gives up its operations. What they become afterwards does not count.
@@ -170,6 +179,7 @@ impl Watch {
             post,
             stalls,
             moves,
+            arrivals,
         } = communicator;
         let places = places(&topology);
         let rank = topology.rank();
@@ -184,6 +194,9 @@ impl Watch {
             tracker,
             settings,
             dump_files: DumpFiles::from_env(),
+            asked_ranks: arrivals
+                .as_ref()
+                .map_or_else(Vec::new, |_| arrivals::asked_ranks(&topology)),
             topology,
             checks,
             failure,
@@ -191,6 +204,8 @@ impl Watch {
             stalls,
             in_flight: Mutex::new(InFlightOperations::new(moves, observe::now_ns())),
             rules: Mutex::new(Rules::new(comm, rank, settings)),
+            arrivals,
+            inquiries: Mutex::default(),
             has_ended: AtomicBool::new(false),
             completed_when_given_up: OnceLock::new(),
             is_debugged: AtomicBool::new(false),
@@ -243,6 +258,7 @@ impl Watch {
         }
         // Release: pairs with `position_so_far`; a reader that sees the end sees how.
         let is_first = !self.has_ended.swap(true, Ordering::Release);
+        self.end_inquiries();
         if let Some(completed) = self.completed_when_given_up.get().filter(|_| is_first) {
             let completed = completed.clone();
             (self.post)(None, &WatchdogMessage::GaveUp { completed }.encode());

@@ -32,6 +32,11 @@ impl Watch {
         if self.has_ended.load(Ordering::Relaxed) {
             return self.settings.rest();
         }
+        self.investigate(is_debugged, now).min(self.inquire())
+    }
+
+    /// Looks for operations that do not end. Returns how long the thread may rest.
+    fn investigate(&self, is_debugged: bool, now: u64) -> Duration {
         // Relaxed: only this thread uses it.
         if self.is_debugged.swap(is_debugged, Ordering::Relaxed) != is_debugged {
             // Before the debugger stops the process, which says nothing from then on.

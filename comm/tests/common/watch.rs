@@ -1,7 +1,10 @@
 //! The records of this process, as a collector gets them.
 
 use std::{
-    sync::mpsc::{RecvTimeoutError, Sender, channel},
+    sync::{
+        Arc, Mutex,
+        mpsc::{RecvTimeoutError, Sender, channel},
+    },
     thread::JoinHandle,
     time::{Duration, Instant},
 };
@@ -19,7 +22,8 @@ pub struct Watch {
     /// Emitted by kind when the watch began.
     before: Vec<u64>,
     /// Keeps the lease alive and reads the ring until told to end.
-    reader: (Sender<()>, JoinHandle<Vec<Record>>),
+    reader: (Sender<()>, JoinHandle<()>),
+    records: Arc<Mutex<Vec<Record>>>,
 }
 
 fn counters() -> Vec<u64> {
@@ -48,14 +52,16 @@ impl Watch {
             )
             .expect("nobody else watches this process");
         let (end, ended) = channel::<()>();
+        let records: Arc<Mutex<Vec<Record>>> = Arc::default();
+        let read = records.clone();
         let reader = std::thread::spawn(move || {
-            let mut records = Vec::new();
             let mut renewed = Instant::now();
             loop {
                 let ends = ended.recv_timeout(Duration::from_millis(1));
-                records.extend(std::iter::from_fn(|| ring::pop(&header.cursor, pages.ring())));
+                let new = std::iter::from_fn(|| ring::pop(&header.cursor, pages.ring()));
+                read.lock().unwrap().extend(new);
                 if ends != Err(RecvTimeoutError::Timeout) {
-                    return records;
+                    return;
                 }
                 if renewed.elapsed() > Duration::from_millis(500) {
                     assert!(header.lease.renew(lease, observe::now_ns()));
@@ -68,13 +74,20 @@ impl Watch {
             kinds,
             before,
             reader: (end, reader),
+            records,
         }
+    }
+
+    /// What has come so far.
+    pub fn so_far(&self) -> Vec<Record> {
+        self.records.lock().unwrap().clone()
     }
 
     /// Takes what has come; checks that it is all that was counted, each record of this version.
     pub fn end(self) -> Vec<Record> {
         drop(self.reader.0);
-        let records = self.reader.1.join().expect("the lease was kept");
+        self.reader.1.join().expect("the lease was kept");
+        let records = std::mem::take(&mut *self.records.lock().unwrap());
         observe::pages().unwrap().header().lease.release(self.lease);
         for ((kind, before), after) in Kind::ALL.iter().zip(self.before).zip(counters()) {
             if self.kinds & kind.bit() == 0 {
@@ -123,7 +136,7 @@ pub fn graphs_settle(before: u64, count: u64) {
 
 /// Tests of the one ring of this process take turns.
 pub fn turn() -> std::sync::MutexGuard<'static, ()> {
-    static TURN: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    static TURN: Mutex<()> = Mutex::new(());
     host();
     TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }

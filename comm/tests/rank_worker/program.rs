@@ -9,6 +9,7 @@
 //! `ranks.rs` of `transport`, `cases.rs` of `matrix`).
 
 mod affinity;
+mod arrivals;
 mod bootstrap;
 mod children;
 #[path = "../common/mod.rs"]
@@ -44,6 +45,8 @@ macro_rules! bodies {
 const BODIES: &[(&str, fn())] = bodies![
     affinity::pinned,
     affinity::refused,
+    arrivals::late,
+    arrivals::unread,
     bootstrap::many_ranks,
     bootstrap::missing_ranks,
     bootstrap::no_number,

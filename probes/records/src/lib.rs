@@ -9,13 +9,14 @@
 //! | layer | modules |
 //! |---|---|
 //! | words | `vocabulary`, `text`, `sequence` (the lock of a slot), `carrier`, `failover`, `prefetch` |
-//! | events | `record`, `network`, `probed` (what eBPF programs share with their loader), `ring` |
+//! | events | `record`, `arrival`, `network`, `probed` (what eBPF programs share with their loader), `ring` |
 //! | entries of the pages | `clock`, `communicator`, `connection`, `description`, `lease`, `proxies`, `verdicts`, `waits` |
 //! | the pages | `pages` |
 //!
 //! `explain` stands alone: arguments of a call into the library.
 #![no_std]
 
+mod arrival;
 mod carrier;
 // eBPF has no compare-and-exchange of the width that the pages and the ring need; its programs touch neither.
 #[cfg(not(target_arch = "bpf"))]
@@ -65,6 +66,7 @@ mod deferred;
 #[path = "../../../comm/src/progress/op_progress.rs"]
 mod op_progress;
 
+pub use arrival::{Arrival, ArrivalGap, ArrivalNotice};
 pub use carrier::{Carrier, Numbering};
 #[cfg(not(target_arch = "bpf"))]
 pub use clock::DeviceClock;

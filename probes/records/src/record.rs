@@ -38,7 +38,7 @@ pub enum Kind {
     /// *Sparse*: an operation has been handed to the device; its description is complete but for the device times.
     OpLaunched = 16,
     /// *Sparse*: every channel of an operation has finished on this rank; `value` is the device start time,
-    /// `time_ns` the device end time.
+    /// `time_ns` the device end time. `channel` is a [`crate::ArrivalNotice`].
     OpCompleted = 17,
     /// *Sparse*: every proxy operation of an operation has finished on this rank; `value` is how many there were.
     ProxyCompleted = 18,
@@ -57,6 +57,9 @@ pub enum Kind {
     /// is on its first path again (stop) or gives up ([`State::ABORTED`]). The record is of the proxy operation that the connection is at; between operations `op`, `seq` and `replay`
     /// are 0. `value` is a [`crate::PathChange`], `bytes` what is sent again.
     Failover = 24,
+    /// *Sparse*: which rank arrived last at an operation that this rank waited in, soon after its end. Only of communicators
+    /// over several nodes, and only while a reader wants it. The fields are those of [`crate::Arrival`].
+    Arrival = 25,
 }
 
 impl Kind {
@@ -82,12 +85,14 @@ impl Kind {
         Self::Graph,
         Self::Verdict,
         Self::Failover,
+        Self::Arrival,
     ];
 
     /// How many numbers kinds may take; per-kind counters are arrays of this length.
     pub const LIMIT: usize = 32;
 
-    /// Kinds that go through a probe function where no ring takes them: at most three for an operation.
+    /// Kinds that go through a probe function where no ring takes them: at most three for an operation, and one more
+    /// for an operation that waited while a reader was there.
     pub const SPARSE: u64 = Self::OpLaunched.bit()
         | Self::OpCompleted.bit()
         | Self::ProxyCompleted.bit()
@@ -95,7 +100,8 @@ impl Kind {
         | Self::CommDestroy.bit()
         | Self::Graph.bit()
         | Self::Verdict.bit()
-        | Self::Failover.bit();
+        | Self::Failover.bit()
+        | Self::Arrival.bit();
 
     /// Kinds that go to the shared ring alone.
     pub const DENSE: u64 = {
@@ -162,6 +168,7 @@ impl Kind {
             Self::Graph => "graph",
             Self::Verdict => "verdict",
             Self::Failover => "failover",
+            Self::Arrival => "arrival",
         }
     }
 
@@ -172,7 +179,12 @@ impl Kind {
             Self::OpLaunched => Some(0),
             Self::ProxyCompleted => Some(1),
             Self::OpCompleted => Some(2),
-            Self::CommInit | Self::CommDestroy | Self::Graph | Self::Verdict | Self::Failover => Some(3),
+            Self::CommInit
+            | Self::CommDestroy
+            | Self::Graph
+            | Self::Verdict
+            | Self::Failover
+            | Self::Arrival => Some(3),
             _ => None,
         }
     }

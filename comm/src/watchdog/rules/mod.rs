@@ -10,11 +10,13 @@
 //! | [`investigation`] | whom to ask and when, and whether a verdict is reported, doubted or redundant |
 //! | [`deadlock`] | whether two ranks wait for each other in different operations |
 //! | [`verdict`] | cause, culprit, late or hang, and what follows for the communicator |
+//! | [`arrivals`] | which rank arrived last at a completed operation |
 //! | [`completed`] | what a rank that gave up its operations had completed |
 //!
 //! A round of the watchdog is two calls: [`Rules::schedule`] picks the operations that are past their thresholds, and
 //! [`Rules::decide`] moves their investigations on.
 
+pub(super) mod arrivals;
 pub(super) mod completed;
 pub(super) mod deadlock;
 pub(super) mod durations;

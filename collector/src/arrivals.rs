@@ -1,0 +1,185 @@
+//! Which rank the others waited for, also where this collector does not see that rank.
+//!
+//! | known of an operation | named |
+//! |---|---|
+//! | the arrivals of all its ranks, because this collector watches them all | the last one ([`lag::culprit`]) |
+//! | a watched rank's library found out who arrived last ([`ringsight_records::Arrival`]) | that rank, whether or not it is watched here |
+//! | neither | the last watched rank, if no rank that is not watched can have arrived later by the threshold; otherwise nobody |
+//!
+//! No clock of another host is involved. The library's finding rests on ages: another rank says how long ago it arrived, and the
+//! round trip of the question bounds how old that word is. So clocks that are set apart by any time change nothing.
+
+use ringsight_exporters::model::Culprit;
+use ringsight_records::{Arrival, Function};
+
+use crate::{
+    correlate::{RankOperation, instance::Instance},
+    lag,
+};
+
+/// Who is named, and how it is known.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Finding {
+    /// The rank that the others waited for, if it was late by the threshold.
+    pub culprit: Option<Culprit>,
+    /// The library's finding that this rests on; `None` if it rests on the arrivals that are seen here.
+    pub reported: Option<Arrival>,
+}
+
+/// Who is late in an operation with this function. `seen` are the arrivals of its watched ranks, by one clock.
+#[must_use]
+pub fn find(
+    instance: &Instance,
+    function: Option<Function>,
+    seen: &[(u32, u64)],
+    threshold_ns: u64,
+) -> Finding {
+    let here = lag::culprit(function, seen, threshold_ns);
+    let sees_all = seen.len() >= instance.key.ranks as usize;
+    if sees_all || !function.is_some_and(Function::synchronises) {
+        return Finding {
+            culprit: here,
+            reported: None,
+        };
+    }
+    if let Some(arrival) = reported(&instance.parts) {
+        let is_certain = arrival.lag_ns >= threshold_ns.max(arrival.uncertainty_ns);
+        return Finding {
+            culprit: is_certain.then_some(Culprit {
+                rank: arrival.rank,
+                lag_ns: arrival.lag_ns,
+            }),
+            reported: Some(arrival),
+        };
+    }
+    let culprit = here.filter(|culprit| {
+        let arrived = seen.iter().find(|(rank, _)| *rank == culprit.rank);
+        let ends = instance.parts.iter().map(|part| part.device.1);
+        // A rank that is not seen arrived before the first one was done.
+        let room_ns = ends.filter(|end| *end != 0).min().zip(arrived);
+        room_ns.is_some_and(|(end, (_, arrived))| end.saturating_sub(*arrived) < threshold_ns)
+    });
+    Finding {
+        culprit,
+        reported: None,
+    }
+}
+
+/// The most certain finding of an operation's parts. If they asked only some of the ranks, the one that is surely the largest.
+#[must_use]
+pub fn reported(parts: &[Box<RankOperation>]) -> Option<Arrival> {
+    let known = || parts.iter().filter_map(|part| part.arrived_last());
+    let of_all = known().filter(|arrival| arrival.unknown_ranks == 0);
+    let surely = |arrival: &&Arrival| arrival.lag_ns.saturating_sub(arrival.uncertainty_ns);
+    of_all
+        .min_by_key(|arrival| arrival.uncertainty_ns)
+        .or_else(|| known().max_by_key(surely))
+        .copied()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        correlate::ArrivalReport,
+        identity::{InstanceKey, TraceKind},
+    };
+
+    const MS: u64 = 1_000_000;
+    const THRESHOLD_NS: u64 = 15 * MS;
+
+    /// Parts of an all_reduce of four ranks: rank, arrival, end, and what the library says.
+    fn find_in(parts: &[(u32, u64, u64, ArrivalReport)]) -> (Option<u32>, bool) {
+        let seen: Vec<(u32, u64)> = parts
+            .iter()
+            .map(|(rank, arrived, ..)| (*rank, *arrived))
+            .collect();
+        let parts = parts.iter().map(|(rank, arrived, end, arrival)| {
+            let mut part = Box::new(RankOperation::default());
+            (part.rank, part.ranks) = (*rank, 4);
+            (part.device, part.arrival) = ((*arrived, *end), *arrival);
+            part
+        });
+        let key = InstanceKey {
+            comm: 1,
+            seq: 2,
+            ranks: 4,
+            replay: 0,
+            kind: TraceKind::Collective,
+            pair: None,
+        };
+        let instance = Instance::of(key, parts.collect());
+        let finding = find(&instance, Some(Function::AllReduce), &seen, THRESHOLD_NS);
+        (
+            finding.culprit.map(|culprit| culprit.rank),
+            finding.reported.is_some(),
+        )
+    }
+
+    fn says(rank: u32, lag_ns: u64, uncertainty_ns: u64) -> ArrivalReport {
+        ArrivalReport::Known(Arrival {
+            rank,
+            lag_ns,
+            wait_ns: lag_ns,
+            uncertainty_ns,
+            unknown_ranks: 0,
+        })
+    }
+
+    #[test]
+    fn the_library_names_a_rank_that_is_not_watched() {
+        let parts = [
+            (0, MS, 32 * MS, says(2, 30 * MS, MS)),
+            (1, 2 * MS, 32 * MS, says(2, 29 * MS, MS)),
+        ];
+        assert_eq!(find_in(&parts), (Some(2), true));
+    }
+
+    #[test]
+    fn a_rank_that_the_communicator_does_not_have_is_not_named() {
+        let parts = [(0, MS, 32 * MS, says(4, 30 * MS, MS))];
+        assert_eq!(find_in(&parts), (None, false));
+    }
+
+    #[test]
+    fn where_all_are_seen_the_library_is_not_needed() {
+        let none = ArrivalReport::None;
+        let seen = |last| {
+            [
+                (0, MS, none),
+                (1, MS, none),
+                (2, last, says(3, 40 * MS, MS)),
+                (3, MS, none),
+            ]
+        };
+        let parts = |last| seen(last).map(|(rank, arrived, report)| (rank, arrived, 60 * MS, report));
+        assert_eq!(find_in(&parts(30 * MS)), (Some(2), false));
+        assert_eq!(find_in(&parts(2 * MS)), (None, false));
+    }
+
+    #[test]
+    fn a_lag_below_the_threshold_or_its_uncertainty_names_nobody() {
+        let find = |lag_ns, uncertainty_ns| find_in(&[(0, MS, 32 * MS, says(2, lag_ns, uncertainty_ns))]);
+        assert_eq!(find(14 * MS, MS), (None, true));
+        assert_eq!(find(20 * MS, 21 * MS), (None, true));
+        assert_eq!(find(20 * MS, 19 * MS), (Some(2), true));
+    }
+
+    #[test]
+    fn without_a_word_of_the_library_nobody_is_named_who_may_have_waited_himself() {
+        let parts = |end| {
+            let none = ArrivalReport::Unknown;
+            [(0, MS, end, none), (1, 20 * MS, end, none)]
+        };
+        assert_eq!(
+            find_in(&parts(21 * MS)),
+            (Some(1), false),
+            "nobody came after rank 1"
+        );
+        assert_eq!(
+            find_in(&parts(40 * MS)),
+            (None, false),
+            "rank 2 or 3 may have come at 39 ms"
+        );
+    }
+}
