@@ -276,16 +276,20 @@ impl<M: Medium> Writer<M> {
 
     fn culprit(&mut self, operation: &Operation) {
         let Some(culprit) = &operation.culprit else { return };
-        let Some(late) = operation.by_rank.iter().find(|part| part.rank == culprit.rank) else {
-            return;
+        let own = operation.by_rank.iter().find(|part| part.rank == culprit.rank);
+        // A rank that is not watched here is marked where the first one of those that waited is done.
+        let (part, unix_ns, unseen) = match (own, operation.by_rank.first()) {
+            (Some(own), _) => (own, own.device_start_ns, ""),
+            (None, Some(first)) => (first, first.device_end_ns, ", not watched here,"),
+            (None, None) => return,
         };
         let place = self
             .tracks
-            .operations(&late.host, late.pid, late.rank, &mut self.buffer);
-        self.begin('i', place, late.device_start_ns);
+            .operations(&part.host, part.pid, part.rank, &mut self.buffer);
+        self.begin('i', place, unix_ns);
         write!(
             self.buffer,
-            ",\"s\":\"p\",\"cat\":\"late\",\"name\":\"late: rank {} by {:.3} ms\",\"args\":{{\"Collective name\":",
+            ",\"s\":\"p\",\"cat\":\"late\",\"name\":\"late: rank {}{unseen} by {:.3} ms\",\"args\":{{\"Collective name\":",
             culprit.rank,
             culprit.lag_ns as f64 / 1e6
         )

@@ -58,6 +58,11 @@ const parts = (() => {
       end = Math.max(end, p.end[k]);
     }
     if (first === Infinity) first = last = end = ops.start[i];
+    if (ops.culprit[i] < 0 && ops.culpritRank[i] >= 0) {
+      // A late rank that is not watched here: it arrived so long after the others' median, and before the end.
+      const starts = p.start.slice(ops.part[i], ops.part[i + 1]).sort();
+      last = Math.min(end, Math.max(last, (starts[starts.length >> 1] ?? first) + ops.lag[i]));
+    }
     // Where watchdogs say whom the ranks waited for, all have come and nothing moved until then.
     const until = Math.max(last, Math.min(ops.waitedUntil[i], end));
     ops.first[i] = first;

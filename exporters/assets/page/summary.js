@@ -18,7 +18,7 @@ function drawVerdict() {
     more.textContent = `In ${plural(ops.n, "operation")}, no rank arrived later than the others beyond the threshold.`;
   } else {
     const [worst] = culprits, total = culprits.reduce((sum, c) => sum + c.waited, 0);
-    const where = worst.row >= 0 && rows[worst.row].host ? ` on ${rows[worst.row].host}` : "";
+    const where = worst.row < 0 ? ", which is not watched here," : rows[worst.row].host ? ` on ${rows[worst.row].host}` : "";
     line.replaceChildren(element("span", { className: "late", textContent: `Rank ${worst.rank}${where}` }),
       ` was late in ${plural(worst.ops.length, "operation")}; the others waited ${rankTime(worst.waited)} for it`);
     const share = Math.round(worst.waited / total * 100);
@@ -89,7 +89,7 @@ function drawCulprits(all = false) {
   const shown = all ? culprits : culprits.slice(0, FEW), most = culprits.length ? culprits[0].waited : 1;
   body.replaceChildren(...shown.map((c) => {
     const name = element("button", { type: "button", textContent: c.name, className: "rank", title: "Show only these operations" });
-    const place = c.row >= 0 ? ` ${rows[c.row].host} · pid ${rows[c.row].pid}` : " not observed";
+    const place = c.row >= 0 ? ` ${rows[c.row].host} · pid ${rows[c.row].pid}` : " not watched here";
     const strip = element("canvas", { role: "img", "aria-label": `When ${c.name} was late` });
     const [first, last] = [c.ops[0], c.ops[c.ops.length - 1]];
     const row = element("tr", {},

@@ -425,6 +425,22 @@ fn a_late_rank_is_an_instant_in_its_process() {
 }
 
 #[test]
+fn a_late_rank_that_is_not_watched_is_an_instant_of_one_that_waited() {
+    let mut late = operation(Some(3));
+    late.by_rank.truncate(2);
+    let events = written(&[Batch {
+        operations: vec![late],
+        ..Batch::default()
+    }]);
+    let instants: Vec<_> = events.iter().filter(|e| e["cat"] == "late").collect();
+    let [late] = instants[..] else {
+        panic!("{instants:?}")
+    };
+    assert_eq!(late["name"], "late: rank 3, not watched here, by 40.000 ms");
+    assert_eq!(late["args"]["Rank"], 3);
+}
+
+#[test]
 fn hostile_text_stays_text() {
     let mut one = span(&resource(0), "group", 1, T0, T0);
     let text = "\"}],\u{0}\u{1f}\\ \u{2028}</script>😀";
