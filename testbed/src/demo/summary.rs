@@ -85,7 +85,7 @@ pub struct Culprit {
     /// Rank.
     pub rank: u32,
     /// Arrival minus the others' median, nanoseconds.
-    pub(crate) lag_ns: u64,
+    pub lag_ns: u64,
 }
 
 /// One rank's part. Times are Unix nanoseconds.
@@ -98,7 +98,7 @@ pub struct RankPart {
     /// API call entered.
     pub(crate) api_start_ns: u64,
     /// Began on the device.
-    pub(crate) device_start_ns: u64,
+    pub device_start_ns: u64,
     /// Finished on the device.
     pub(crate) device_end_ns: u64,
     /// Whose times these are: `device` or `host`.
