@@ -17,13 +17,46 @@ use crate::{
     lag,
 };
 
+/// How it is known who is late.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Source {
+    /// The arrivals that are seen here.
+    #[default]
+    Arrivals,
+    /// The library's finding.
+    Library(Arrival),
+    /// The verdict of a watchdog.
+    Watchdog,
+}
+
+impl Source {
+    /// As the attribute `ccl.straggler.source` has it.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Arrivals => "arrivals",
+            Self::Library(_) => "library",
+            Self::Watchdog => "watchdog",
+        }
+    }
+
+    /// How far the lag can be off, nanoseconds, if that is known.
+    #[must_use]
+    pub fn uncertainty_ns(&self) -> Option<u64> {
+        match self {
+            Self::Library(arrival) => Some(arrival.uncertainty_ns),
+            Self::Arrivals | Self::Watchdog => None,
+        }
+    }
+}
+
 /// Who is named, and how it is known.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Finding {
     /// The rank that the others waited for, if it was late by the threshold.
     pub culprit: Option<Culprit>,
-    /// The library's finding that this rests on; `None` if it rests on the arrivals that are seen here.
-    pub reported: Option<Arrival>,
+    /// What this rests on.
+    pub source: Source,
 }
 
 /// Who is late in an operation with this function. `seen` are the arrivals of its watched ranks, by one clock.
@@ -39,7 +72,7 @@ pub fn find(
     if sees_all || !function.is_some_and(Function::synchronises) {
         return Finding {
             culprit: here,
-            reported: None,
+            source: Source::Arrivals,
         };
     }
     if let Some(arrival) = reported(&instance.parts) {
@@ -49,7 +82,7 @@ pub fn find(
                 rank: arrival.rank,
                 lag_ns: arrival.lag_ns,
             }),
-            reported: Some(arrival),
+            source: Source::Library(arrival),
         };
     }
     let culprit = here.filter(|culprit| {
@@ -61,7 +94,7 @@ pub fn find(
     });
     Finding {
         culprit,
-        reported: None,
+        source: Source::Arrivals,
     }
 }
 
@@ -112,7 +145,7 @@ mod tests {
         let finding = find(&instance, Some(Function::AllReduce), &seen, THRESHOLD_NS);
         (
             finding.culprit.map(|culprit| culprit.rank),
-            finding.reported.is_some(),
+            finding.source.name() == "library",
         )
     }
 

@@ -250,6 +250,52 @@ fn operations_that_hold_ever_more() {
 }
 
 #[test]
+fn operations_whose_arrivals_are_announced_and_never_come() {
+    // Each one's end says that a record of the kind `Arrival` follows, and later another end.
+    let ends = |n: u32| {
+        let time_ns = EPOCH_NS + u64::from(n % 1000);
+        sample(Record {
+            time_ns,
+            value: time_ns,
+            channel: 1,
+            ..record(Kind::OpCompleted, State::STOP, n % 3000)
+        })
+    };
+    let most = 1000;
+    let options = Options {
+        limits: Limits {
+            operations: Shared {
+                process: most,
+                all: 1_000_000,
+            },
+            ..Limits::default()
+        },
+        ..Options::default()
+    };
+    let (mut collector, _) = beside(options, ends);
+    // None is given up: the oldest is handed out without its arrivals.
+    only(&mut collector, &[]);
+    let records = LOOK as u64 * u64::from(LOOKS);
+    let readings = collector.readings();
+    assert!(readings.in_flight <= most, "{}", readings.in_flight);
+    assert_eq!(
+        readings.counts.received[Kind::OpCompleted as usize],
+        records + 4 * u64::from(LOOKS)
+    );
+}
+
+#[test]
+fn arrivals_of_operations_that_are_not_there_are_counted() {
+    let arrives = |n: u32| sample(record(Kind::Arrival, State::STOP, n));
+    let (mut collector, _) = beside(Options::default(), arrives);
+    only(&mut collector, &[]);
+    assert_eq!(
+        collector.readings().given.late_records,
+        LOOK as u64 * u64::from(LOOKS)
+    );
+}
+
+#[test]
 fn more_channels_than_there_are() {
     let channels = |n: u32| {
         let record = record(Kind::KernelCh, State::START, 1);

@@ -16,10 +16,10 @@ use std::{collections::VecDeque, sync::Arc};
 use ringsight_exporters::model::{
     Attribute, Culprit, Operation, OperationRank, Resource, Span, SpanId, SpanLink, TraceId, Value,
 };
-use ringsight_records::{Algorithm, Arrival, DataType, Description, Function, Protocol, ReduceOp};
+use ringsight_records::{Algorithm, DataType, Description, Function, Protocol, ReduceOp};
 
 use crate::{
-    arrivals::{self, Finding},
+    arrivals::{self, Finding, Source},
     clock::Clock,
     correlate::{
         RankOperation,
@@ -62,8 +62,8 @@ pub struct InstanceSummary {
     pub function: Option<Function>,
     /// The late rank.
     pub culprit: Option<Culprit>,
-    /// What the library says of the rank that arrived last, where not all ranks are seen here.
-    pub reported: Option<Arrival>,
+    /// How it is known who is late.
+    pub source: Source,
     /// Bus bandwidth in bytes per second, by nccl-tests' factors; `None` if the time or size is not known.
     pub bus_bandwidth: Option<f64>,
     /// Everything was seen of every watched rank.
@@ -165,7 +165,7 @@ impl SpanMaker {
         self.arrivals
             .extend(started.map(|part| (part.rank, part.device.0)));
         let by_arrival = arrivals::find(instance, function, &self.arrivals, self.lag_threshold_ns);
-        let Finding { culprit, reported } = match waited_for {
+        let Finding { culprit, source } = match waited_for {
             Some(named)
                 if by_arrival
                     .culprit
@@ -177,7 +177,7 @@ impl SpanMaker {
                         rank: named.culprit,
                         lag_ns: named.waited_ns,
                     }),
-                    reported: None,
+                    source: Source::Watchdog,
                 }
             }
             _ => by_arrival,
@@ -212,7 +212,7 @@ impl SpanMaker {
         InstanceSummary {
             function,
             culprit,
-            reported,
+            source,
             bus_bandwidth,
             complete,
             waited_until_ns: waited_for.map_or(0, |named| named.until_ns),
@@ -488,13 +488,8 @@ fn root_attributes(
     if let Some(culprit) = &summary.culprit {
         attributes.push(("ccl.straggler.rank", Value::Int(i64::from(culprit.rank))));
         attributes.push(("ccl.straggler.lag", seconds(culprit.lag_ns)));
-        let source = if summary.reported.is_some() {
-            "library"
-        } else {
-            "arrivals"
-        };
-        attributes.push(("ccl.straggler.source", Value::Static(source)));
-        let uncertainty = summary.reported.map(|reported| seconds(reported.uncertainty_ns));
+        attributes.push(("ccl.straggler.source", Value::Static(summary.source.name())));
+        let uncertainty = summary.source.uncertainty_ns().map(seconds);
         attributes.extend(uncertainty.map(|value| ("ccl.straggler.uncertainty", value)));
     }
     if let Some(bandwidth) = summary.bus_bandwidth {
