@@ -128,7 +128,7 @@ mod tests {
             .map(|(rank, arrived, ..)| (*rank, *arrived))
             .collect();
         let parts = parts.iter().map(|(rank, arrived, end, arrival)| {
-            let mut part = Box::new(RankOperation::default());
+            let mut part = RankOperation::default();
             (part.rank, part.ranks) = (*rank, 4);
             (part.device, part.arrival) = ((*arrived, *end), *arrival);
             part

@@ -41,10 +41,10 @@ impl Instance {
 
     /// One with all parts.
     #[cfg(test)]
-    pub(crate) fn of(key: InstanceKey, parts: Vec<Box<RankOperation>>) -> Self {
+    pub(crate) fn of(key: InstanceKey, parts: Vec<RankOperation>) -> Self {
         Self {
             key,
-            parts,
+            parts: parts.into_iter().map(Box::new).collect(),
             whole: true,
             late: false,
             since_ns: 0,
