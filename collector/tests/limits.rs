@@ -285,17 +285,6 @@ fn operations_whose_arrivals_are_announced_and_never_come() {
 }
 
 #[test]
-fn arrivals_of_operations_that_are_not_there_are_counted() {
-    let arrives = |n: u32| sample(record(Kind::Arrival, State::STOP, n));
-    let (mut collector, _) = beside(Options::default(), arrives);
-    only(&mut collector, &[]);
-    assert_eq!(
-        collector.readings().given.late_records,
-        LOOK as u64 * u64::from(LOOKS)
-    );
-}
-
-#[test]
 fn more_channels_than_there_are() {
     let channels = |n: u32| {
         let record = record(Kind::KernelCh, State::START, 1);

@@ -285,15 +285,13 @@ impl Target {
             }
             Kind::Arrival => {
                 let key = key(record.op, record.replay);
-                let Some(operation) = self.operations.get_mut(&key) else {
-                    // It comes too late for its operation.
-                    self.given.late_records += 1;
-                    return;
-                };
-                operation.report_arrival(record);
-                let held_until_ns = std::mem::take(&mut operation.held_until_ns);
-                if self.held.remove(&(held_until_ns, key)) {
-                    self.pending.push_back(key);
+                // One that is too late for its operation is of no use.
+                if let Some(operation) = self.operations.get_mut(&key) {
+                    operation.report_arrival(record);
+                    let held_until_ns = std::mem::take(&mut operation.held_until_ns);
+                    if self.held.remove(&(held_until_ns, key)) {
+                        self.pending.push_back(key);
+                    }
                 }
             }
             // Communicators and failovers are taken elsewhere. `ProxyCtrl` is of no operation: sessions do not ask for it.
