@@ -7,6 +7,7 @@
 //! |---|---|
 //! | `explain` | the code of its library |
 //! | `files` | its library, its texts in `/proc`, files in its root |
+//! | `limits` | how much it has, and writes |
 //! | `outputs` | the folder and the pipes that the collector writes to, and names in what it writes |
 //! | `pages` | its shared pages and the records in them |
 //! | `random` | everything, at random |
@@ -16,6 +17,7 @@
 
 mod explain;
 mod files;
+mod limits;
 mod outputs;
 mod pages;
 mod random;

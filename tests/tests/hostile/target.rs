@@ -194,28 +194,92 @@ impl Collected {
     }
 }
 
-/// Attaches to a hostile target and to an honest one that is busy, and hands `check` what came of it. The honest one is watched to the end,
-/// and nothing of it is lost.
+/// As [`watch_beside`]; `check` is handed how the command ended.
 pub(crate) fn watch_both(hostile: &Target, check: impl FnOnce(&Collected) -> Result<()>) -> Result<()> {
-    let Some(honest) = Target::start("watch_both", "busy")? else {
-        return Ok(());
+    match watch_beside(hostile)? {
+        Some(beside) => check(&beside.collected),
+        None => Ok(()),
+    }
+}
+
+/// What came of a second's watch of two targets.
+pub(crate) struct Beside {
+    pub(crate) collected: Collected,
+    pub(crate) summary: Value,
+    /// By line of the OTLP file.
+    lines: Vec<Value>,
+}
+
+impl Beside {
+    /// All metrics, the oldest first.
+    pub(crate) fn metrics(&self) -> impl Iterator<Item = &Value> {
+        fn each<'a>(value: &'a Value, key: &str) -> impl Iterator<Item = &'a Value> + use<'a> {
+            value[key].as_array().into_iter().flatten()
+        }
+        self.lines
+            .iter()
+            .flat_map(|line| each(line, "resourceMetrics"))
+            .flat_map(|group| each(group, "scopeMetrics"))
+            .flat_map(|group| each(group, "metrics"))
+    }
+}
+
+/// Attaches for a second to a hostile target and to an honest one that is busy. The honest one is watched to the end, and nothing of it is lost.
+/// `None` where [`Target::start`] gives none.
+pub(crate) fn watch_beside(hostile: &Target) -> Result<Option<Beside>> {
+    let Some(honest) = Target::start("watch_beside", "busy")? else {
+        return Ok(None);
     };
-    let summary = honest.folder().join("summary.json");
+    let file = |name: &str| {
+        let path = honest.folder().join(name);
+        path.into_os_string()
+            .into_string()
+            .ok()
+            .context("a folder with a name in UTF-8")
+    };
+    let (summary, lines) = (file("summary.json")?, file("telemetry.jsonl")?);
     let pids = [hostile.pid().to_string(), honest.pid().to_string()];
-    let summary_text = summary.to_str().context("a folder with a name in UTF-8")?;
-    let arguments = ["--no-ebpf", "--duration", "1", "--summary", summary_text];
-    let both = Collected::of(
+    let collected = Collected::of(
         honest.folder(),
-        &[&["attach", &pids[0], &pids[1]], &arguments[..]].concat(),
+        &[
+            "attach",
+            &pids[0],
+            &pids[1],
+            "--no-ebpf",
+            "--duration",
+            "1",
+            "--summary",
+            &summary,
+            "--out",
+            &lines,
+        ],
     )?;
-    let summary = fs::read_to_string(&summary).with_context(|| format!("{both:?}"))?;
+    let summary = fs::read_to_string(&summary).with_context(|| format!("{collected:?}"))?;
     let summary: Value = serde_json::from_str(&summary)?;
-    let completed = &summary["records"]["op_completed"];
+    let pid = u64::from(honest.pid());
+    let is_honest = |operation: &&Value| operation["by_rank"][0]["pid"].as_u64() == Some(pid);
+    let operations = summary["operations"].as_array().into_iter().flatten();
+    let mut numbers: Vec<u64> = operations
+        .filter(is_honest)
+        .filter_map(|operation| operation["sequence"].as_u64())
+        .collect();
+    numbers.sort_unstable();
     // One a millisecond, on a machine that does other things, too.
-    ensure!(completed["received"].as_u64() >= Some(100), "{summary:#}");
+    let have_no_gap = numbers.windows(2).all(|pair| pair[0] + 1 == pair[1]);
     ensure!(
-        completed["lost"] == 0 && completed["received"] == completed["emitted"],
-        "{summary:#}"
+        numbers.len() >= 100 && have_no_gap,
+        "operations {numbers:?}: {collected:?}"
     );
-    check(&both)
+    let completed = &summary["records"]["op_completed"];
+    ensure!(completed["lost"] == 0, "{summary:#}");
+    let lines = fs::read_to_string(&lines)?;
+    let lines = lines
+        .lines()
+        .map(serde_json::from_str)
+        .collect::<Result<_, _>>()?;
+    Ok(Some(Beside {
+        collected,
+        summary,
+        lines,
+    }))
 }

@@ -6,6 +6,7 @@
 //! For each line of its input it does what the case says, and answers by a line. It ends with its input.
 
 mod library;
+mod limits;
 mod namespaces;
 mod outputs;
 mod pages;
@@ -46,6 +47,11 @@ const CASES: &[(&str, Case)] = &[
     ("pages-lease", pages::lease),
     ("described", outputs::described),
     ("names", outputs::names),
+    ("proxies", limits::proxies),
+    ("communicators", limits::communicators),
+    ("ranks", limits::ranks),
+    ("graphs", limits::graphs),
+    ("many-ranks", limits::many_ranks),
     ("random-records", random::records),
     ("random-files", random::files),
 ];
