@@ -18,7 +18,7 @@ use super::{
     Watch,
     message::WatchdogMessage,
     rules::{
-        arrivals::{Finding, MOST_ASKED, Question},
+        arrivals::{Finding, Question},
         evidence::OperationRun,
     },
 };
@@ -77,11 +77,10 @@ impl Watch {
         }
         // What held the job up for longest is known for certain.
         waited.sort_by_key(|operation| Reverse(operation.took_ns()));
-        let left = waited.split_off(waited.len().min(MOST_ASKED));
+        let room = lock(&self.inquiries).room();
+        let left = waited.split_off(waited.len().min(room));
         self.record_gaps(&left, ArrivalGap::TooMany);
-        if !waited.is_empty() {
-            self.ask_about(&waited, now);
-        }
+        self.ask_about(&waited, now);
         INTERVAL
     }
 
@@ -90,8 +89,10 @@ impl Watch {
             Dependencies::All => (self.asked_ranks.clone(), self.ranks as usize - 1),
             Dependencies::One(rank) => (vec![rank], 1),
         };
-        let (query, questions) = lock(&self.inquiries).begin(waited, ranks_of, now);
-        self.ask_ages(query, questions);
+        let begun = lock(&self.inquiries).begin(waited, ranks_of, now);
+        if let Some((query, questions)) = begun {
+            self.ask_ages(query, questions);
+        }
     }
 
     fn ask_ages(&self, query: u32, questions: Vec<Question>) {

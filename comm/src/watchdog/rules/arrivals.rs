@@ -62,6 +62,8 @@ struct Asked {
     /// Other ranks that it depends on.
     others: usize,
     heard: Vec<Span>,
+    /// Ranks that did not know in this round. Their threads may not have heard of the device yet.
+    ignorant: Vec<u32>,
     /// How often it was asked about.
     rounds: u32,
 }
@@ -86,6 +88,8 @@ pub(crate) struct ArrivalInquiries {
     /// Number of the last inquiry.
     last: u32,
     open: BTreeMap<u32, Inquiry>,
+    /// Operations to ask about again with the next inquiry, and the ranks to ask.
+    later: Vec<(Asked, Vec<u32>)>,
 }
 
 /// What follows from an answer.
@@ -98,25 +102,34 @@ pub(crate) struct Heard {
 }
 
 impl ArrivalInquiries {
-    /// Begins an inquiry about at most [`MOST_ASKED`] operations. `ranks_of` gives the ranks to ask about an operation, and how
-    /// many ranks it depends on. Returns the inquiry's number and what to ask.
+    /// How many more operations the next inquiry can be about.
+    pub(crate) fn room(&self) -> usize {
+        MOST_ASKED.saturating_sub(self.later.len())
+    }
+
+    /// Begins an inquiry about at most [`MOST_ASKED`] operations: those that ranks did not know of yet when they were asked, then
+    /// these. `ranks_of` gives the ranks to ask about an operation, and how many ranks it depends on. Returns the inquiry's
+    /// number and what to ask; `None` if there is nothing to ask about.
     pub(crate) fn begin(
         &mut self,
         operations: &[ArrivedOperation],
         ranks_of: impl Fn(&ArrivedOperation) -> (Vec<u32>, usize),
         now: u64,
-    ) -> (u32, Vec<Question>) {
-        let asked = operations.iter().take(MOST_ASKED).map(|operation| {
+    ) -> Option<(u32, Vec<Question>)> {
+        let room = self.room();
+        let mut asked: Vec<_> = self.later.drain(..self.later.len().min(MOST_ASKED)).collect();
+        asked.extend(operations.iter().take(room).map(|operation| {
             let (ranks, others) = ranks_of(operation);
             let asked = Asked {
                 operation: *operation,
                 others,
                 heard: Vec::new(),
+                ignorant: Vec::new(),
                 rounds: 0,
             };
             (asked, ranks)
-        });
-        self.start(asked.collect(), now)
+        }));
+        (!asked.is_empty()).then(|| self.start(asked, now))
     }
 
     /// Starts an inquiry about operations, each with the ranks to ask.
@@ -125,6 +138,7 @@ impl ArrivalInquiries {
         let mut awaited: BTreeMap<u32, Awaited> = BTreeMap::new();
         for (at, (mut operation, ranks)) in of_ranks.into_iter().enumerate() {
             operation.rounds += 1;
+            operation.ignorant.clear();
             asked.push(operation);
             for rank in ranks {
                 let new = || Awaited {
@@ -178,7 +192,10 @@ impl ArrivalInquiries {
             return Heard::default();
         };
         for (at, age_ns) in awaited.operations.iter().zip(ages.unwrap_or_default()) {
-            let Some(age_ns) = age_ns else { continue };
+            let Some(age_ns) = age_ns else {
+                inquiry.asked[*at].hear_nothing(rank);
+                continue;
+            };
             inquiry.asked[*at].hear(Span {
                 rank,
                 low_ns: awaited.sent_ns.saturating_sub(*age_ns),
@@ -194,6 +211,9 @@ impl ArrivalInquiries {
             (asked, ranks)
         });
         let (known, uncertain): (Vec<_>, Vec<_>) = ranks.partition(|(_, ranks)| ranks.is_empty());
+        let is_ignorant = |(asked, _): &(Asked, Vec<u32>)| !asked.ignorant.is_empty();
+        let (later, uncertain): (Vec<_>, Vec<_>) = uncertain.into_iter().partition(is_ignorant);
+        self.later.extend(later);
         Heard {
             findings: known.into_iter().map(|(asked, _)| asked.conclude()).collect(),
             again: (!uncertain.is_empty()).then(|| self.start(uncertain, now)),
@@ -211,8 +231,11 @@ impl ArrivalInquiries {
 
     /// Ends all inquiries: no answer comes any more.
     pub(crate) fn end(&mut self) -> Vec<Finding> {
-        let open = std::mem::take(&mut self.open);
-        open.into_values().flat_map(Inquiry::conclude).collect()
+        let open = std::mem::take(&mut self.open).into_values();
+        let later = std::mem::take(&mut self.later).into_iter();
+        open.flat_map(Inquiry::conclude)
+            .chain(later.map(|(asked, _)| asked.conclude()))
+            .collect()
     }
 }
 
@@ -240,17 +263,28 @@ impl Asked {
         }
     }
 
-    /// The ranks whose arrivals are not known well enough, unless it has been asked about often enough.
+    /// A rank does not know when it arrived, or not yet.
+    fn hear_nothing(&mut self, rank: u32) {
+        if self.heard.iter().all(|heard| heard.rank != rank) {
+            self.ignorant.push(rank);
+        }
+    }
+
+    /// The ranks whose arrivals are not known, or not well enough, unless it has been asked about often enough.
     fn ranks_to_ask_again(&self) -> Vec<u32> {
-        let Some(arrival) = self.arrival().filter(|_| self.rounds < MOST_ROUNDS) else {
+        if self.rounds >= MOST_ROUNDS {
             return Vec::new();
+        }
+        let Some(arrival) = self.arrival() else {
+            return self.ignorant.clone();
         };
         let tolerance_ns = (arrival.lag_ns / 20).max(TOLERANCE_NS);
         if arrival.uncertainty_ns <= tolerance_ns {
-            return Vec::new();
+            return self.ignorant.clone();
         }
         let is_wide = |span: &&Span| span.high_ns - span.low_ns > tolerance_ns;
-        self.heard.iter().filter(is_wide).map(|span| span.rank).collect()
+        let wide = self.heard.iter().filter(is_wide).map(|span| span.rank);
+        wide.chain(self.ignorant.iter().copied()).collect()
     }
 
     fn arrival(&self) -> Option<Arrival> {
@@ -354,7 +388,8 @@ mod tests {
     fn inquiry(ranks: &[u32]) -> (ArrivalInquiries, u32) {
         let mut inquiries = ArrivalInquiries::default();
         let operation = operation(5, 100 * MS, 131 * MS);
-        let (query, questions) = inquiries.begin(&[operation], |_| (ranks.to_vec(), ranks.len()), 200 * MS);
+        let ranks_of = |_: &_| (ranks.to_vec(), ranks.len());
+        let (query, questions) = inquiries.begin(&[operation], ranks_of, 200 * MS).unwrap();
         assert_eq!(questions.len(), ranks.len());
         (inquiries, query)
     }
@@ -446,6 +481,23 @@ mod tests {
     }
 
     #[test]
+    fn a_rank_that_does_not_know_yet_is_asked_again_with_the_next_inquiry() {
+        let (mut inquiries, query) = inquiry(&[1, 2]);
+        inquiries.hear(query, 1, Some(&[Some(100 * MS)]), 200 * MS);
+        let heard = inquiries.hear(query, 2, Some(&[None]), 200 * MS);
+        assert!(heard.findings.is_empty() && heard.again.is_none());
+        assert_eq!(inquiries.room(), MOST_ASKED - 1);
+        let nobody = |_: &_| (Vec::new(), 0);
+        let (query, questions) = inquiries.begin(&[], nobody, 300 * MS).unwrap();
+        let asked: Vec<u32> = questions.iter().map(|question| question.rank).collect();
+        assert_eq!(asked, [2]);
+        let arrival = found(&inquiries.hear(query, 2, Some(&[Some(170 * MS)]), 300 * MS));
+        assert_eq!((arrival.rank, arrival.lag_ns), (2, 30 * MS));
+        assert_eq!(arrival.unknown_ranks, 0);
+        assert!(inquiries.begin(&[], nobody, 400 * MS).is_none(), "it is known");
+    }
+
+    #[test]
     fn what_was_not_asked_and_what_cannot_be_is_not_believed() {
         let (mut inquiries, query) = inquiry(&[1, 2]);
         let mut hear = |query, rank, ages: &[Option<u64>]| inquiries.hear(query, rank, Some(ages), 200 * MS);
@@ -477,7 +529,7 @@ mod tests {
             2 => (vec![2], 1),
             _ => (vec![1], 1),
         };
-        let (query, questions) = inquiries.begin(&operations, ranks_of, 10 * MS);
+        let (query, questions) = inquiries.begin(&operations, ranks_of, 10 * MS).unwrap();
         let sequences = |question: &Question| -> Vec<u64> {
             question.runs.iter().map(|run| run.identity.seq()).collect()
         };
@@ -506,7 +558,7 @@ mod tests {
             let others: Vec<u32> = (1..arrivals.len() as u32).collect();
             let mut now = begin + 100 * MS;
             let mut ways = ways.into_iter();
-            let mut to_ask = Some(inquiries.begin(&[own], |_| (others.clone(), others.len()), now));
+            let mut to_ask = inquiries.begin(&[own], |_| (others.clone(), others.len()), now);
             let mut findings = Vec::new();
             while let Some((query, questions)) = to_ask.take() {
                 for question in questions {
