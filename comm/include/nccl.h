@@ -1,4 +1,4 @@
-/* nccl.h: collective communication behind NCCL's ABI (2.28.9). Compiles without CUDA, as C and as C++.
+/* nccl.h: collective communication behind NCCL's ABI (2.30.7). Compiles without CUDA, as C and as C++.
  *
  * Constants, structs and signatures are those of NVIDIA's NCCL, so that programs built against either header run with
  * this library. The host side of the device API is in nccl_device.h, as in NVIDIA's NCCL.
@@ -9,6 +9,7 @@
 
 #include <limits.h>
 #include <stddef.h>
+#include <stdint.h>
 
 /* NVIDIA's nccl.h includes these; programs rely on it. */
 #if defined(__has_include)
@@ -25,13 +26,13 @@
 #endif
 
 #define NCCL_MAJOR 2
-#define NCCL_MINOR 28
-#define NCCL_PATCH 9
+#define NCCL_MINOR 30
+#define NCCL_PATCH 7
 #define NCCL_SUFFIX ""
 
 #define NCCL_VERSION(X, Y, Z) \
   (((X) <= 2 && (Y) <= 8) ? (X) * 1000 + (Y) * 100 + (Z) : (X) * 10000 + (Y) * 100 + (Z))
-#define NCCL_VERSION_CODE 22809
+#define NCCL_VERSION_CODE 23007
 
 #ifdef __cplusplus
 extern "C" {
@@ -63,8 +64,13 @@ typedef enum {
   ncclInvalidUsage = 5,
   ncclRemoteError = 6,
   ncclInProgress = 7,
-  ncclNumResults = 8
+  /* Never given. */
+  ncclTimeout = 8,
+  ncclNumResults = 9
 } ncclResult_t;
+
+/* In the structs that a program fills. */
+#define NCCL_API_MAGIC 0xcafebeef
 
 #define NCCL_CONFIG_UNDEF_INT INT_MIN
 #define NCCL_CONFIG_UNDEF_PTR NULL
@@ -74,6 +80,7 @@ typedef enum {
 /* Flags of ncclCommWindowRegister, and the alignment of its buffers. */
 #define NCCL_WIN_DEFAULT 0x00
 #define NCCL_WIN_COLL_SYMMETRIC 0x01
+#define NCCL_WIN_STRICT_ORDERING 0x02
 #define NCCL_WIN_REQUIRED_ALIGNMENT 4096
 
 /* Flags of ncclCommShrink: wait for the parent's work, or end it first. */
@@ -83,13 +90,16 @@ typedef enum {
 /* Flags of ncclCommRevoke. */
 #define NCCL_REVOKE_DEFAULT 0x00
 
-/* Policies for ncclConfig_t.CTAPolicy. */
+/* Flags of ncclCommSuspend. */
+#define NCCL_SUSPEND_MEM 0x01
+
+/* Policies for ncclConfig_t.CTAPolicy: a sum. */
 #define NCCL_CTA_POLICY_DEFAULT 0x00
 #define NCCL_CTA_POLICY_EFFICIENCY 0x01
 #define NCCL_CTA_POLICY_ZERO 0x02
 
 /* Choices for one communicator. Always begin with NCCL_CONFIG_INITIALIZER. */
-typedef struct ncclConfig_v22800 {
+typedef struct ncclConfig_v23000 {
   /* Set by the initializer. */
   size_t size;
   unsigned int magic;
@@ -109,11 +119,15 @@ typedef struct ncclConfig_v22800 {
   int nvlsCTAs;
   int nChannelsPerNetPeer;
   int nvlinkCentricSched;
+  int graphUsageMode;
+  int numRmaCtx;
+  int maxP2pPeers;
+  int graphStreamOrdering;
 } ncclConfig_t;
 
 #define NCCL_CONFIG_INITIALIZER { \
   sizeof(ncclConfig_t), /* size */ \
-  0xcafebeef, /* magic */ \
+  NCCL_API_MAGIC, /* magic */ \
   NCCL_VERSION_CODE, /* version */ \
   NCCL_CONFIG_UNDEF_INT, /* blocking */ \
   NCCL_CONFIG_UNDEF_INT, /* cgaClusterSize */ \
@@ -128,7 +142,11 @@ typedef struct ncclConfig_v22800 {
   NCCL_CONFIG_UNDEF_INT, /* shrinkShare */ \
   NCCL_CONFIG_UNDEF_INT, /* nvlsCTAs */ \
   NCCL_CONFIG_UNDEF_INT, /* nChannelsPerNetPeer */ \
-  NCCL_CONFIG_UNDEF_INT  /* nvlinkCentricSched */ \
+  NCCL_CONFIG_UNDEF_INT, /* nvlinkCentricSched */ \
+  NCCL_CONFIG_UNDEF_INT, /* graphUsageMode */ \
+  NCCL_CONFIG_UNDEF_INT, /* numRmaCtx */ \
+  NCCL_CONFIG_UNDEF_INT, /* maxP2pPeers */ \
+  NCCL_CONFIG_UNDEF_INT  /* graphStreamOrdering */ \
 }
 
 /* What ncclGroupSimulateEnd tells. Always begin with NCCL_SIM_INFO_INITIALIZER. */
@@ -207,6 +225,12 @@ RINGSIGHT_NCCL_API(ncclResult_t, ncclCommSplit, ncclComm_t comm, int color, int 
 /* The ranks that are not in excludeRanksList make a communicator, without the others' help. */
 RINGSIGHT_NCCL_API(ncclResult_t, ncclCommShrink, ncclComm_t comm, int* excludeRanksList, int excludeRanksCount,
                    ncclComm_t* newcomm, ncclConfig_t* config, int shrinkFlags);
+/* An id for the new ranks of the next ncclCommGrow of comm, which uses it up. */
+RINGSIGHT_NCCL_API(ncclResult_t, ncclCommGetUniqueId, ncclComm_t comm, ncclUniqueId* uniqueId);
+/* The ranks of comm, which keep their numbers and pass rank -1, and new ranks, which pass NULL for comm, make a communicator
+ * of nRanks. New ranks and the rank that made uniqueId pass it; the others may pass NULL. */
+RINGSIGHT_NCCL_API(ncclResult_t, ncclCommGrow, ncclComm_t comm, int nRanks, const ncclUniqueId* uniqueId, int rank,
+                   ncclComm_t* newcomm, ncclConfig_t* config);
 /* Ends the work of comm; it can then only be shrunk, split, queried and destroyed. */
 RINGSIGHT_NCCL_API(ncclResult_t, ncclCommRevoke, ncclComm_t comm, int revokeFlags);
 /* Waits for all enqueued work. */
@@ -219,6 +243,18 @@ RINGSIGHT_NCCL_API(ncclResult_t, ncclCommCount, const ncclComm_t comm, int* coun
 RINGSIGHT_NCCL_API(ncclResult_t, ncclCommCuDevice, const ncclComm_t comm, int* device);
 RINGSIGHT_NCCL_API(ncclResult_t, ncclCommUserRank, const ncclComm_t comm, int* rank);
 
+/* Both return ncclInvalidUsage: a communicator keeps its memory. */
+RINGSIGHT_NCCL_API(ncclResult_t, ncclCommSuspend, ncclComm_t comm, int flags);
+RINGSIGHT_NCCL_API(ncclResult_t, ncclCommResume, ncclComm_t comm);
+/* Bytes of the device's memory that comm holds for itself. */
+typedef enum {
+  ncclStatGpuMemSuspend = 0,
+  ncclStatGpuMemSuspended = 1,
+  ncclStatGpuMemPersist = 2,
+  ncclStatGpuMemTotal = 3
+} ncclCommMemStat_t;
+RINGSIGHT_NCCL_API(ncclResult_t, ncclCommMemStats, ncclComm_t comm, ncclCommMemStat_t stat, uint64_t* value);
+
 RINGSIGHT_NCCL_API(ncclResult_t, ncclMemAlloc, void** ptr, size_t size);
 RINGSIGHT_NCCL_API(ncclResult_t, ncclMemFree, void* ptr);
 /* Makes a buffer known to this rank, or (windows) to all ranks at once: every rank calls it. */
@@ -227,6 +263,8 @@ RINGSIGHT_NCCL_API(ncclResult_t, ncclCommDeregister, const ncclComm_t comm, void
 RINGSIGHT_NCCL_API(ncclResult_t, ncclCommWindowRegister, ncclComm_t comm, void* buff, size_t size, ncclWindow_t* win,
                    int winFlags);
 RINGSIGHT_NCCL_API(ncclResult_t, ncclCommWindowDeregister, ncclComm_t comm, ncclWindow_t win);
+/* What this rank registered. */
+RINGSIGHT_NCCL_API(ncclResult_t, ncclWinGetUserPtr, ncclComm_t comm, ncclWindow_t win, void** outUserPtr);
 
 /* A sum whose inputs are first multiplied by *scalar, of the given type; for operations on comm. */
 RINGSIGHT_NCCL_API(ncclResult_t, ncclRedOpCreatePreMulSum, ncclRedOp_t* op, void* scalar, ncclDataType_t datatype,
@@ -264,6 +302,21 @@ RINGSIGHT_NCCL_API(ncclResult_t, ncclSend, const void* sendbuff, size_t count, n
 RINGSIGHT_NCCL_API(ncclResult_t, ncclRecv, void* recvbuff, size_t count, ncclDataType_t datatype, int peer,
                    ncclComm_t comm, cudaStream_t stream);
 
+/* One-sided operations: all three return ncclInvalidUsage. */
+typedef struct {
+  int opCnt;
+  int peer;
+  int sigIdx;
+  int ctx;
+} ncclWaitSignalDesc_t;
+RINGSIGHT_NCCL_API(ncclResult_t, ncclPutSignal, const void* localbuff, size_t count, ncclDataType_t datatype, int peer,
+                   ncclWindow_t peerWin, size_t peerWinOffset, int sigIdx, int ctx, unsigned int flags, ncclComm_t comm,
+                   cudaStream_t stream);
+RINGSIGHT_NCCL_API(ncclResult_t, ncclSignal, int peer, int sigIdx, int ctx, unsigned int flags, ncclComm_t comm,
+                   cudaStream_t stream);
+RINGSIGHT_NCCL_API(ncclResult_t, ncclWaitSignal, int nDesc, ncclWaitSignalDesc_t* signalDescs, ncclComm_t comm,
+                   cudaStream_t stream);
+
 /* Calls between the two are done together at the end; groups nest, and belong to the calling thread. */
 RINGSIGHT_NCCL_API(ncclResult_t, ncclGroupStart, void);
 RINGSIGHT_NCCL_API(ncclResult_t, ncclGroupEnd, void);
@@ -272,6 +325,25 @@ RINGSIGHT_NCCL_API(ncclResult_t, ncclGroupSimulateEnd, ncclSimInfo_t* simInfo);
 
 /* Reads NCCL_DEBUG and the like again. */
 RINGSIGHT_NCCL_API(void, ncclResetDebugInit, void);
+
+/* The library's parameters: NCCL's variables that it reads. A handle is never freed; a text stays until the thread's next call of
+ * the same function. Numbers are int64_t. */
+typedef struct ncclParamHandle* ncclParamHandle_t;
+RINGSIGHT_NCCL_API(ncclResult_t, ncclParamBind, ncclParamHandle_t* out, const char* key);
+RINGSIGHT_NCCL_API(ncclResult_t, ncclParamGetI8, ncclParamHandle_t h, int8_t* out);
+RINGSIGHT_NCCL_API(ncclResult_t, ncclParamGetI16, ncclParamHandle_t h, int16_t* out);
+RINGSIGHT_NCCL_API(ncclResult_t, ncclParamGetI32, ncclParamHandle_t h, int32_t* out);
+RINGSIGHT_NCCL_API(ncclResult_t, ncclParamGetI64, ncclParamHandle_t h, int64_t* out);
+RINGSIGHT_NCCL_API(ncclResult_t, ncclParamGetU8, ncclParamHandle_t h, uint8_t* out);
+RINGSIGHT_NCCL_API(ncclResult_t, ncclParamGetU16, ncclParamHandle_t h, uint16_t* out);
+RINGSIGHT_NCCL_API(ncclResult_t, ncclParamGetU32, ncclParamHandle_t h, uint32_t* out);
+RINGSIGHT_NCCL_API(ncclResult_t, ncclParamGetU64, ncclParamHandle_t h, uint64_t* out);
+RINGSIGHT_NCCL_API(ncclResult_t, ncclParamGetStr, ncclParamHandle_t h, const char** out);
+RINGSIGHT_NCCL_API(ncclResult_t, ncclParamGet, ncclParamHandle_t h, void* out, int maxLen, int* len);
+RINGSIGHT_NCCL_API(ncclResult_t, ncclParamGetParameter, const char* key, const char** value, int* valueLen);
+RINGSIGHT_NCCL_API(ncclResult_t, ncclParamGetAllParameterKeys, const char*** table, int* tableLen);
+/* Writes all to standard output. */
+RINGSIGHT_NCCL_API(void, ncclParamDumpAll, void);
 
 #undef RINGSIGHT_NCCL_API
 

@@ -1,4 +1,4 @@
-/* nccl_device.h: the host side of NCCL's device API (2.28.9).
+/* nccl_device.h: the host side of NCCL's device API (2.30.7).
  *
  * Kernels that communicate themselves are not served: ncclDevCommCreate returns ncclInvalidUsage. Functions that only
  * compute give NCCL's results, so that a program can ask and then choose another way. With NVIDIA's own nccl_device.h
@@ -8,6 +8,9 @@
 #ifndef RINGSIGHT_NCCL_DEVICE_H_
 #define RINGSIGHT_NCCL_DEVICE_H_
 
+#ifndef __cplusplus
+#include <stdbool.h>
+#endif
 #include <stddef.h>
 #include <stdint.h>
 
@@ -55,6 +58,51 @@ typedef struct ncclGinBarrierHandle {
   ncclDevResourceHandle_t bufHandle;
 } ncclGinBarrierHandle_t;
 
+/* Of kernels that use the network. */
+typedef struct ncclGinOutboxHandle ncclGinOutboxHandle_t;
+typedef struct ncclGinInboxA2AHandle ncclGinInboxA2AHandle_t;
+
+typedef struct ncclMultimemHandle {
+  void* mcBasePtr;
+} ncclMultimemHandle_t;
+
+typedef enum {
+  NCCL_GIN_TYPE_NONE = 0,
+  NCCL_GIN_TYPE_PROXY = 2,
+  NCCL_GIN_TYPE_GDAKI = 3,
+  NCCL_GIN_TYPE_GPI = 4
+} ncclGinType_t;
+
+/* What a communicator can do. Always begin with NCCL_COMM_PROPERTIES_INITIALIZER. */
+typedef struct ncclCommProperties {
+  size_t size;
+  unsigned int magic;
+  unsigned int version;
+  int rank;
+  int nRanks;
+  int cudaDev;
+  /* As cudaDev. */
+  int nvmlDev;
+  bool deviceApiSupport;
+  bool multimemSupport;
+  ncclGinType_t ginType;
+  int nLsaTeams;
+  bool hostRmaSupport;
+  ncclGinType_t railedGinType;
+} ncclCommProperties_t;
+
+#ifdef __cplusplus
+#define RINGSIGHT_UNSET 0, 0, 0, 0, false, false, NCCL_GIN_TYPE_NONE, 0, false, NCCL_GIN_TYPE_NONE
+#else
+#define RINGSIGHT_UNSET 0, 0, 0, 0, 0, 0, NCCL_GIN_TYPE_NONE, 0, 0, NCCL_GIN_TYPE_NONE
+#endif
+#define NCCL_COMM_PROPERTIES_INITIALIZER { \
+  sizeof(ncclCommProperties_t), /* size */ \
+  NCCL_API_MAGIC, /* magic */ \
+  NCCL_VERSION_CODE, /* version */ \
+  RINGSIGHT_UNSET \
+}
+
 #define RINGSIGHT_NCCL_API(type, name, ...) type name(__VA_ARGS__); type p##name(__VA_ARGS__)
 
 /* All ranks; the ranks of this rank's node; the ranks with this rank's number in their nodes. {0, 0, 0} on failure. */
@@ -73,6 +121,21 @@ RINGSIGHT_NCCL_API(ncclResult_t, ncclLsaBarrierCreateRequirement, ncclTeam_t tea
                    ncclLsaBarrierHandle_t* outHandle, ncclDevResourceRequirements_t* outReq);
 RINGSIGHT_NCCL_API(ncclResult_t, ncclGinBarrierCreateRequirement, ncclComm_t comm, ncclTeam_t team, int nBarriers,
                    ncclGinBarrierHandle_t* outHandle, ncclDevResourceRequirements_t* outReq);
+
+/* Both return ncclInvalidUsage: kernels that use the network are not served. */
+RINGSIGHT_NCCL_API(ncclResult_t, ncclGinOutboxCreateRequirement, int nBlocks, int size_log2,
+                   ncclGinOutboxHandle_t* outHandle, ncclDevResourceRequirements_t* outReq);
+RINGSIGHT_NCCL_API(ncclResult_t, ncclGinInboxA2ACreateRequirement, ncclTeam_t peers, int nBlocks, int size_log2,
+                   ncclGinInboxA2AHandle_t* outHandle, ncclDevResourceRequirements_t* outReq);
+
+RINGSIGHT_NCCL_API(ncclResult_t, ncclCommQueryProperties, ncclComm_t comm, ncclCommProperties_t* props);
+/* Where this rank reaches a rank's part of a window; NULL for a rank that ncclTeamLsa does not have. */
+RINGSIGHT_NCCL_API(ncclResult_t, ncclGetLsaDevicePointer, ncclWindow_t window, size_t offset, int lsaRank, void** outPtr);
+RINGSIGHT_NCCL_API(ncclResult_t, ncclGetPeerDevicePointer, ncclWindow_t window, size_t offset, int peer, void** outPtr);
+/* Both give NULL: nothing goes by multicast. */
+RINGSIGHT_NCCL_API(ncclResult_t, ncclGetLsaMultimemDevicePointer, ncclWindow_t window, size_t offset, void** outPtr);
+RINGSIGHT_NCCL_API(ncclResult_t, ncclGetMultimemDevicePointer, ncclWindow_t window, size_t offset,
+                   ncclMultimemHandle_t multimem, void** outPtr);
 
 /* Both return ncclInvalidUsage. */
 RINGSIGHT_NCCL_API(ncclResult_t, ncclDevCommCreate, ncclComm_t comm, const ncclDevCommRequirements_t* reqs,

@@ -27,6 +27,56 @@ static int make_stream(cudaStream_t* stream) { return ringsightStreamCreate(stre
 static int wait_for(cudaStream_t stream) { return ringsightStreamSynchronize(stream); }
 static int fetch(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); return 0; }
 #endif
+#ifndef NVIDIA_NCCL
+/* What NCCL 2.32 has besides, which no header here declares. */
+#ifdef __cplusplus
+extern "C" {
+#endif
+typedef struct {
+  size_t size;
+  unsigned int magic, version;
+  void* ext;
+  int minCTAs, maxCTAs, nvlsCTAs, cgaClusterSize;
+  const char* algSelection;
+  int forceAlgSelection, CTAPolicy;
+  uint64_t userProfilerTag;
+  void* launchCompletionEvent;
+} CallConfig;
+typedef struct {
+  size_t size;
+  unsigned int magic, version;
+  int mode;
+  const char* psk;
+} Encryption;
+#define DECLARE(name, ...) ncclResult_t name(__VA_ARGS__); ncclResult_t p##name(__VA_ARGS__)
+#define CALLED ncclComm_t comm, cudaStream_t stream, const CallConfig* config
+DECLARE(ncclAllReduceConfig, const void*, void*, size_t, ncclDataType_t, ncclRedOp_t, CALLED);
+DECLARE(ncclReduceScatterConfig, const void*, void*, size_t, ncclDataType_t, ncclRedOp_t, CALLED);
+DECLARE(ncclReduceConfig, const void*, void*, size_t, ncclDataType_t, ncclRedOp_t, int, CALLED);
+DECLARE(ncclBroadcastConfig, const void*, void*, size_t, ncclDataType_t, int, CALLED);
+DECLARE(ncclAllGatherConfig, const void*, void*, size_t, ncclDataType_t, CALLED);
+DECLARE(ncclAlltoAllConfig, const void*, void*, size_t, ncclDataType_t, CALLED);
+DECLARE(ncclGatherConfig, const void*, void*, size_t, ncclDataType_t, int, CALLED);
+DECLARE(ncclScatterConfig, const void*, void*, size_t, ncclDataType_t, int, CALLED);
+DECLARE(ncclSetEncryption, const Encryption*);
+DECLARE(ncclGetMultimemDeviceLeInfo, ncclWindow_t, size_t, void*, size_t*);
+DECLARE(ncclGetCftDeviceLeInfo, ncclWindow_t, size_t, int, ncclTeam_t, void*, size_t*);
+DECLARE(ncclGetPeerDeviceLeInfo, ncclWindow_t, size_t, int, void*, size_t*);
+ncclTeam_t ncclTeamCft(ncclComm_t comm, int mode);
+ncclTeam_t pncclTeamCft(ncclComm_t comm, int mode);
+ncclTeam_t ncclTeamCftMultimem(ncclComm_t comm);
+ncclTeam_t pncclTeamCftMultimem(ncclComm_t comm);
+/* Only NVIDIA's own kernels include the header that declares these. */
+struct ncclGinOutboxHandle;
+struct ncclGinInboxA2AHandle;
+DECLARE(ncclGinOutboxCreateRequirement, int, int, struct ncclGinOutboxHandle*, ncclDevResourceRequirements_t*);
+DECLARE(ncclGinInboxA2ACreateRequirement, ncclTeam_t, int, int, struct ncclGinInboxA2AHandle*,
+        ncclDevResourceRequirements_t*);
+#undef DECLARE
+#ifdef __cplusplus
+}
+#endif
+#endif
 #ifdef TWINS_HEADER
 #include TWINS_HEADER
 #endif
@@ -110,7 +160,7 @@ static float result(int r, int i) {
 static void the_library(void) {
   int version = 0;
   GOOD(ncclGetVersion(&version));
-  HOLDS(version == NCCL_VERSION_CODE && version == 22809);
+  HOLDS(version == NCCL_VERSION_CODE && version == 23007);
   BAD(ncclInvalidArgument, "version is NULL", ncclGetVersion(NULL));
   ncclUniqueId id;
   GOOD(ncclGetUniqueId(&id));
@@ -119,7 +169,7 @@ static void the_library(void) {
   HOLDS(strcmp(ncclGetErrorString(ncclSuccess), "no error") == 0);
   HOLDS(strcmp(ncclGetErrorString((ncclResult_t)99), "unknown result code") == 0);
   OURS(HOLDS(strstr(ncclGetLastError(NULL), "uniqueId") != NULL);)
-  HOLDS(sizeof(ncclConfig_t) == 80 && sizeof(ncclUniqueId) == 128 && sizeof(ncclSimInfo_t) == 24);
+  HOLDS(sizeof(ncclConfig_t) == 96 && sizeof(ncclUniqueId) == 128 && sizeof(ncclSimInfo_t) == 24);
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
   ncclResetDebugInit();
@@ -162,11 +212,15 @@ static void configs(void) {
   FIELD(maxCTAs, -1);
   FIELD(splitShare, 7);
   FIELD(collnetEnable, 2);
-  FIELD(CTAPolicy, 5);
+  FIELD(CTAPolicy, 4);
   FIELD(shrinkShare, 3);
   FIELD(nvlsCTAs, -2);
   FIELD(nChannelsPerNetPeer, 65);
   FIELD(nvlinkCentricSched, 2);
+  FIELD(graphUsageMode, 3);
+  FIELD(numRmaCtx, -1);
+  FIELD(maxP2pPeers, 0);
+  FIELD(graphStreamOrdering, 2);
   FIELD(magic, 0x12345678);
 #undef FIELD
   OURS({
@@ -245,6 +299,68 @@ static void queries(void) {
   OURS(BAD(ncclInvalidArgument, "is not a communicator", ncclCommCount((ncclComm_t)(void*)&value, &value));)
 }
 
+/* Two windows of one buffer, and what a program may ask of them. */
+static void pointers(char* page) {
+  ncclWindow_t first[RANKS], second[RANKS];
+  void* pointer = page;
+  uint64_t bytes = 7;
+  for (int r = 0; r < RANKS; r++) first[r] = second[r] = NULL;
+  ON_ALL(ncclCommWindowRegister(comms[r], page, 8192, &first[r], NCCL_WIN_COLL_SYMMETRIC));
+  ON_ALL(ncclCommWindowRegister(comms[r], page + 4096, 4096, &second[r],
+                                NCCL_WIN_COLL_SYMMETRIC | NCCL_WIN_STRICT_ORDERING));
+  for (int r = 0; r < RANKS; r++) {
+    GOOD(ncclWinGetUserPtr(comms[r], first[r], &pointer));
+    HOLDS(pointer == page);
+    GOOD(ncclWinGetUserPtr(comms[r], second[r], &pointer));
+    HOLDS(pointer == page + 4096);
+    for (int peer = 0; peer < RANKS; peer++) {
+      GOOD(ncclGetPeerDevicePointer(second[r], 8, peer, &pointer));
+      OURS(HOLDS(pointer == page + 4104);)
+      GOOD(ncclGetLsaDevicePointer(first[r], 8191, peer, &pointer));
+      OURS(HOLDS(pointer == page + 8191);)
+    }
+  }
+  GOOD(ncclGetLsaMultimemDevicePointer(first[0], 0, &pointer));
+  OURS(HOLDS(pointer == NULL);)
+#ifndef NVIDIA_NCCL
+  ncclMultimemHandle_t multimem;
+  multimem.mcBasePtr = page;
+  pointer = page;
+  GOOD(ncclGetMultimemDevicePointer(first[0], 0, multimem, &pointer));
+  HOLDS(pointer == NULL);
+  BAD(ncclInvalidArgument, "offset (8192)", ncclGetPeerDevicePointer(first[0], 8192, 1, &pointer));
+  BAD(ncclInvalidArgument, "peer (2)", ncclGetPeerDevicePointer(first[0], 0, RANKS, &pointer));
+  BAD(ncclInvalidArgument, "lsaRank (-1)", ncclGetLsaDevicePointer(first[0], 0, -1, &pointer));
+  BAD(ncclInvalidArgument, "window is NULL", ncclGetPeerDevicePointer(NULL, 0, 0, &pointer));
+  BAD(ncclInvalidArgument, "outPtr is NULL", ncclGetLsaDevicePointer(first[0], 0, 0, NULL));
+  BAD(ncclInvalidArgument, "is no window", ncclGetPeerDevicePointer((ncclWindow_t)(void*)&bytes, 0, 0, &pointer));
+  BAD(ncclInvalidArgument, "is a window of communicator", ncclWinGetUserPtr(comms[1], first[0], &pointer));
+  BAD(ncclInvalidArgument, "win is NULL", ncclWinGetUserPtr(comms[0], NULL, &pointer));
+  BAD(ncclInvalidArgument, "outUserPtr is NULL", ncclWinGetUserPtr(comms[0], first[0], NULL));
+  BAD(ncclInvalidUsage, "(CFT) are not served", ncclGetPeerDeviceLeInfo(first[0], 0, 0, &pointer, NULL));
+  BAD(ncclInvalidUsage, "(CFT) are not served", ncclGetMultimemDeviceLeInfo(first[0], 0, &pointer, NULL));
+  BAD(ncclInvalidUsage, "(CFT) are not served",
+      ncclGetCftDeviceLeInfo(first[0], 0, 0, ncclTeamLsa(comms[0]), &pointer, NULL));
+  BAD(ncclInvalidUsage, "keeps its memory", ncclCommSuspend(comms[0], NCCL_SUSPEND_MEM));
+  BAD(ncclInvalidArgument, "flags (8)", ncclCommSuspend(comms[0], 8));
+  BAD(ncclInvalidUsage, "not suspended", ncclCommResume(comms[0]));
+#endif
+  for (int r = 0; r < RANKS; r++) {
+    GOOD(ncclCommWindowDeregister(comms[r], first[r]));
+    GOOD(ncclWinGetUserPtr(comms[r], second[r], &pointer));
+    HOLDS(pointer == page + 4096);
+    GOOD(ncclCommWindowDeregister(comms[r], second[r]));
+  }
+  OURS(BAD(ncclInvalidArgument, "is no window", ncclWinGetUserPtr(comms[0], second[0], &pointer));)
+  GOOD(ncclCommMemStats(comms[0], ncclStatGpuMemSuspended, &bytes));
+  HOLDS(bytes == 0);
+  GOOD(ncclCommMemStats(comms[0], ncclStatGpuMemTotal, &bytes));
+  GOOD(ncclCommMemStats(comms[0], ncclStatGpuMemPersist, &bytes));
+  GOOD(ncclCommMemStats(comms[0], ncclStatGpuMemSuspend, &bytes));
+  BAD(ncclInvalidArgument, "stat (4)", ncclCommMemStats(comms[0], (ncclCommMemStat_t)4, &bytes));
+  BAD(ncclInvalidArgument, "value is NULL", ncclCommMemStats(comms[0], ncclStatGpuMemTotal, NULL));
+}
+
 static void memory(void) {
   void *handle = NULL, *page = NULL;
   ncclWindow_t windows[RANKS];
@@ -274,6 +390,7 @@ static void memory(void) {
     GOOD(ncclCommWindowDeregister(comms[r], windows[r]));
   }
   GOOD(ncclCommWindowDeregister(NULL, NULL));
+  pointers((char*)page);
   OURS(BAD(ncclInvalidArgument, "comm is NULL", ncclCommWindowRegister(NULL, page, 4096, windows, 0));)
   OURS(BAD(ncclInvalidArgument, "win is NULL", ncclCommWindowRegister(comms[0], page, 4096, NULL, 0));)
   OURS(BAD(ncclInvalidArgument, "winFlags (64)", ncclCommWindowRegister(comms[0], page, 4096, windows, 64));)
@@ -374,6 +491,117 @@ static void operations(void) {
 #undef REFUSES
 }
 
+#ifndef NVIDIA_NCCL
+/* Collectives with a configuration, which no header declares. */
+static void configured(void) {
+  CallConfig plain = {sizeof plain, NCCL_API_MAGIC, 23203, NULL, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT,
+                      NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, NULL, 1, NCCL_CONFIG_UNDEF_INT, 0, NULL};
+  const ncclDataType_t real = ncclFloat32;
+  CallConfig wrong = plain;
+  ON_ALL(ncclAllReduceConfig(sent[r], received[r], COUNT, real, ncclSum, comms[r], streams[r], &plain));
+  for (int r = 0; r < RANKS; r++) HOLDS(result(r, 7) == sum(7));
+  ON_ALL(ncclAllReduceConfig(sent[r], received[r], COUNT, real, ncclSum, comms[r], streams[r], NULL));
+  ON_ALL(ncclReduceScatterConfig(sent[r], received[r], COUNT, real, ncclSum, comms[r], streams[r], &plain));
+  for (int r = 0; r < RANKS; r++) HOLDS(result(r, 4) == sum(COUNT * r + 4));
+  ON_ALL(ncclReduceConfig(sent[r], received[r], COUNT, real, ncclMax, 0, comms[r], streams[r], &plain));
+  HOLDS(result(0, 3) == input(RANKS - 1, 3));
+  ON_ALL(ncclBroadcastConfig(sent[r], received[r], COUNT, real, RANKS - 1, comms[r], streams[r], &plain));
+  for (int r = 0; r < RANKS; r++) HOLDS(result(r, 9) == input(RANKS - 1, 9));
+  ON_ALL(ncclAllGatherConfig(sent[r], received[r], COUNT, real, comms[r], streams[r], &plain));
+  for (int r = 0; r < RANKS; r++) HOLDS(result(r, COUNT * (RANKS - 1) + 6) == input(RANKS - 1, 6));
+  ON_ALL(ncclAlltoAllConfig(sent[r], received[r], COUNT, real, comms[r], streams[r], &plain));
+  for (int r = 0; r < RANKS; r++) HOLDS(result(r, 2) == input(0, COUNT * r + 2));
+  ON_ALL(ncclGatherConfig(sent[r], received[r], COUNT, real, 0, comms[r], streams[r], &plain));
+  HOLDS(result(0, COUNT * (RANKS - 1) + 8) == input(RANKS - 1, 8));
+  ON_ALL(ncclScatterConfig(sent[r], received[r], COUNT, real, 0, comms[r], streams[r], &plain));
+  for (int r = 0; r < RANKS; r++) HOLDS(result(r, 1) == input(0, COUNT * r + 1));
+#define REFUSED(code, names) \
+  BAD(code, names, ncclAllReduceConfig(sent[0], received[0], 8, real, ncclSum, comms[0], streams[0], &wrong)); \
+  wrong = plain
+  wrong.size = 48;
+  REFUSED(ncclInvalidArgument, "config.size (48)");
+  wrong.magic = 1;
+  REFUSED(ncclInvalidArgument, "config.magic is 0x1");
+  wrong.minCTAs = 0;
+  REFUSED(ncclInvalidArgument, "config.minCTAs (0)");
+  wrong.minCTAs = 4;
+  wrong.maxCTAs = 2;
+  REFUSED(ncclInvalidArgument, "more than config.maxCTAs (2)");
+  wrong.algSelection = "allreduce=ring";
+  REFUSED(ncclInvalidUsage, "forceAlgSelection");
+#undef REFUSED
+  wrong.algSelection = "allreduce=ring";
+  wrong.forceAlgSelection = 0;
+  ON_ALL(ncclAllReduceConfig(sent[r], received[r], COUNT, real, ncclSum, comms[r], streams[r], &wrong));
+  BAD(ncclInvalidArgument, "comm is NULL",
+      ncclBroadcastConfig(sent[0], received[0], 8, real, 0, NULL, streams[0], &plain));
+
+  Encryption encryption = {sizeof encryption, NCCL_API_MAGIC, 23203, 0, NULL};
+  GOOD(ncclSetEncryption(&encryption));
+  encryption.mode = 1;
+  BAD(ncclInvalidUsage, "not encrypted", ncclSetEncryption(&encryption));
+  encryption.magic = 1;
+  BAD(ncclInvalidArgument, "config.magic", ncclSetEncryption(&encryption));
+  BAD(ncclInvalidArgument, "config is NULL", ncclSetEncryption(NULL));
+
+  ncclWaitSignalDesc_t awaited = {1, 0, 0, 0};
+  ncclWindow_t window = NULL;
+  BAD(ncclInvalidUsage, "one-sided operations",
+      ncclPutSignal(sent[0], 8, real, 0, window, 0, 0, 0, 0, comms[0], streams[0]));
+  BAD(ncclInvalidUsage, "one-sided operations", ncclSignal(0, 0, 0, 0, comms[0], streams[0]));
+  BAD(ncclInvalidUsage, "one-sided operations", ncclWaitSignal(1, &awaited, comms[0], streams[0]));
+  BAD(ncclInvalidArgument, "comm is NULL", ncclSignal(0, 0, 0, 0, NULL, streams[0]));
+}
+#endif
+
+static void parameters(void) {
+  ncclParamHandle_t handle = NULL, text = NULL;
+  int64_t number = 0;
+  const char *value = NULL, **keys = NULL;
+  int length = 0;
+  char bytes[64];
+#ifndef NVIDIA_NCCL
+  setenv("NCCL_IB_TIMEOUT", "0x16", 1);
+  GOOD(ncclParamBind(&handle, "NCCL_IB_TIMEOUT"));
+  GOOD(ncclParamGetI64(handle, &number));
+  HOLDS(number == 22);
+  GOOD(ncclParamGetParameter("NCCL_IB_TIMEOUT", &value, &length));
+  HOLDS(strcmp(value, "22") == 0 && length == 2);
+  GOOD(ncclParamGet(handle, bytes, sizeof bytes, &length));
+  HOLDS(length == 8 && memcmp(bytes, &number, sizeof number) == 0);
+  BAD(ncclInvalidArgument, "maxLen (7)", ncclParamGet(handle, bytes, 7, &length));
+  unsetenv("NCCL_IB_TIMEOUT");
+  GOOD(ncclParamGetI64(handle, &number));
+  HOLDS(number == 20);
+  GOOD(ncclParamBind(&text, "NCCL_DEBUG_SUBSYS"));
+  GOOD(ncclParamGetStr(text, &value));
+  HOLDS(strcmp(value, "INIT,BOOTSTRAP,ENV") == 0);
+  GOOD(ncclParamGetAllParameterKeys(&keys, &length));
+  HOLDS(length > 40 && strcmp(keys[0], "NCCL_BUFFSIZE") == 0);
+  BAD(ncclInvalidArgument, "is a text", ncclParamGetI64(text, &number));
+  BAD(ncclInvalidArgument, "is int64_t", ncclParamGetStr(handle, &value));
+  BAD(ncclInvalidArgument, "is no parameter", ncclParamBind(&handle, "NCCL_NO_SUCH_THING"));
+  BAD(ncclInvalidArgument, "is no parameter", ncclParamGetParameter("HOME", &value, &length));
+  HOLDS(value == NULL && length == 0);
+  BAD(ncclInvalidArgument, "key is NULL", ncclParamBind(&handle, NULL));
+  BAD(ncclInvalidArgument, "out is NULL", ncclParamBind(NULL, "NCCL_NET"));
+  BAD(ncclInvalidArgument, "is not a handle", ncclParamGetI64((ncclParamHandle_t)(void*)&number, &number));
+  BAD(ncclInvalidArgument, "table is NULL", ncclParamGetAllParameterKeys(NULL, &length));
+  /* The place is not written: the numbers are int64_t. */
+#define OTHER(call) BAD(ncclInvalidArgument, "is int64_t", call)
+  OTHER(ncclParamGetI8(handle, (int8_t*)bytes));
+  OTHER(ncclParamGetI16(handle, (int16_t*)(void*)bytes));
+  OTHER(ncclParamGetI32(handle, (int32_t*)(void*)bytes));
+  OTHER(ncclParamGetU8(handle, (uint8_t*)bytes));
+  OTHER(ncclParamGetU16(handle, (uint16_t*)(void*)bytes));
+  OTHER(ncclParamGetU32(handle, (uint32_t*)(void*)bytes));
+  OTHER(ncclParamGetU64(handle, (uint64_t*)(void*)bytes));
+#undef OTHER
+#endif
+  (void)handle, (void)text, (void)number, (void)value, (void)keys, (void)length, (void)bytes;
+  ncclParamDumpAll();
+}
+
 static void reductions(void) {
   float two = 2;
   ncclRedOp_t ops[RANKS], other;
@@ -450,6 +678,34 @@ static void teams(void) {
 #endif
 }
 
+static void properties(void) {
+  for (int r = 0; r < RANKS; r++) {
+    ncclCommProperties_t is = NCCL_COMM_PROPERTIES_INITIALIZER;
+    GOOD(ncclCommQueryProperties(comms[r], &is));
+    HOLDS(is.rank == r && is.nRanks == RANKS && is.cudaDev == r && is.size == sizeof is);
+    OURS(HOLDS(!is.deviceApiSupport && !is.multimemSupport && is.ginType == NCCL_GIN_TYPE_NONE);)
+    OURS(HOLDS(is.nLsaTeams == 1 && !is.hostRmaSupport && is.railedGinType == NCCL_GIN_TYPE_NONE);)
+  }
+#ifndef NVIDIA_NCCL
+  ncclCommProperties_t is = NCCL_COMM_PROPERTIES_INITIALIZER;
+  /* Nothing is written behind the struct of an older version. */
+  is.version = NCCL_VERSION(2, 29, 2);
+  is.size = 40;
+  is.nLsaTeams = 77;
+  GOOD(ncclCommQueryProperties(comms[1], &is));
+  HOLDS(is.rank == 1 && is.nLsaTeams == 77);
+  is.version = NCCL_VERSION(2, 31, 0);
+  BAD(ncclInvalidUsage, "NCCL 2.31.0; this library has NCCL 2.30.7", ncclCommQueryProperties(comms[0], &is));
+  is.version = NCCL_VERSION_CODE;
+  BAD(ncclInvalidArgument, "props.size (40)", ncclCommQueryProperties(comms[0], &is));
+  is.magic = 1;
+  BAD(ncclInvalidUsage, "props.magic", ncclCommQueryProperties(comms[0], &is));
+  BAD(ncclInvalidArgument, "props is NULL", ncclCommQueryProperties(comms[0], NULL));
+  BAD(ncclInvalidArgument, "comm is NULL", ncclCommQueryProperties(NULL, &is));
+  HOLDS(ncclTeamCft(comms[0], 0).nRanks == 0 && ncclTeamCftMultimem(comms[0]).nRanks == 0);
+#endif
+}
+
 static void requirements(void) {
   ncclTeam_t team = {4, 1, 2};
   ncclDevResourceRequirements_t needs;
@@ -468,8 +724,8 @@ static void requirements(void) {
   HOLDS(needs.outBufferHandle == &lsa.bufHandle && needs.outGinSignalStart == NULL);
   memset(&needs, 0x55, sizeof needs);
   GOOD(ncclGinBarrierCreateRequirement(comms[0], team, 3, &gin, &needs));
-  HOLDS(needs.bufferSize == 48 && needs.ginSignalCount == 3 && needs.outGinSignalStart == &gin.signal0);
-  HOLDS(needs.outBufferHandle == &gin.bufHandle && needs.outGinCounterStart == NULL);
+  HOLDS(needs.bufferSize == 0 && needs.ginSignalCount == 12 && needs.outGinSignalStart == &gin.signal0);
+  HOLDS(needs.outBufferHandle == NULL && needs.outGinCounterStart == NULL);
 #ifndef NVIDIA_NCCL
   BAD(ncclInvalidArgument, "nBlocks (-1)", ncclLLA2ACreateRequirement(-1, 5, &lla2a, &needs));
   BAD(ncclInvalidArgument, "2 GiB", ncclLLA2ACreateRequirement(1 << 30, 1 << 30, &lla2a, &needs));
@@ -479,6 +735,8 @@ static void requirements(void) {
   BAD(ncclInvalidArgument, "outHandle is NULL", ncclLsaBarrierCreateRequirement(team, 1, NULL, &needs));
   BAD(ncclInvalidArgument, "nBarriers (-2)", ncclGinBarrierCreateRequirement(comms[0], team, -2, &gin, &needs));
   BAD(ncclInvalidArgument, "outReq is NULL", ncclGinBarrierCreateRequirement(comms[0], team, 1, &gin, NULL));
+  BAD(ncclInvalidUsage, "(GIN) are not served", ncclGinOutboxCreateRequirement(1, 7, NULL, &needs));
+  BAD(ncclInvalidUsage, "(GIN) are not served", ncclGinInboxA2ACreateRequirement(team, 1, 7, NULL, &needs));
   /* Kernels that communicate themselves are not served. The structs are NVIDIA's; nobody looks into them. */
   BAD(ncclInvalidArgument, "comm is NULL",
       ncclDevCommCreate(NULL, (const ncclDevCommRequirements_t*)&needs, (ncclDevComm_t*)&gin));
@@ -531,6 +789,63 @@ static void children(void) {
   GOOD(ncclCommRevoke(NULL, NCCL_REVOKE_DEFAULT));
 }
 
+/* The ranks of comms and a new one. */
+static void growing(void) {
+  ncclUniqueId id;
+  ncclComm_t grown[RANKS + 1];
+  int count = 0;
+  for (int r = 0; r <= RANKS; r++) grown[r] = NULL;
+#ifndef NVIDIA_NCCL
+  BAD(ncclInvalidArgument, "comm is NULL", ncclCommGetUniqueId(NULL, &id));
+  BAD(ncclInvalidArgument, "uniqueId is NULL", ncclCommGetUniqueId(comms[0], NULL));
+  GOOD(ncclCommGetUniqueId(comms[RANKS - 1], &id));
+  BAD(ncclInvalidUsage, "no ncclCommGrow has used", ncclCommGetUniqueId(comms[RANKS - 1], &id));
+  BAD(ncclInvalidArgument, "rank (0) is not -1", ncclCommGrow(comms[0], RANKS + 1, NULL, 0, &grown[0], NULL));
+  BAD(ncclInvalidArgument, "nRanks (0)", ncclCommGrow(comms[0], 0, NULL, -1, &grown[0], NULL));
+  BAD(ncclInvalidArgument, "is not more than the 2 ranks", ncclCommGrow(comms[0], RANKS, NULL, -1, &grown[0], NULL));
+  BAD(ncclInvalidArgument, "newcomm is NULL", ncclCommGrow(comms[0], RANKS + 1, NULL, -1, NULL, NULL));
+  BAD(ncclInvalidArgument, "rank (3) of a new rank", ncclCommGrow(NULL, RANKS + 1, &id, RANKS + 1, &grown[0], NULL));
+  BAD(ncclInvalidArgument, "uniqueId is NULL", ncclCommGrow(NULL, RANKS + 1, NULL, RANKS, &grown[0], NULL));
+  GOOD(ncclGroupStart());
+  for (int r = 0; r < RANKS; r++) {
+    set_device(r);
+    GOOD(ncclCommGrow(comms[r], RANKS + 1, r == RANKS - 1 ? &id : NULL, -1, &grown[r], NULL));
+  }
+  set_device(RANKS);
+  GOOD(ncclCommGrow(NULL, RANKS + 1, &id, RANKS, &grown[RANKS], NULL));
+  GOOD(ncclGroupEnd());
+  set_device(0);
+  for (int r = 0; r <= RANKS; r++) {
+    GOOD(ncclCommUserRank(grown[r], &count));
+    HOLDS(count == r);
+    GOOD(ncclCommCount(grown[r], &count));
+    HOLDS(count == RANKS + 1);
+  }
+  cudaStream_t third;
+  set_device(RANKS);
+  HOLDS(make_stream(&third) == 0);
+  GOOD(ncclGroupStart());
+  for (int r = 0; r <= RANKS; r++) {
+    set_device(r);
+    GOOD(ncclAllReduce(r < RANKS ? sent[r] : sent[0], r < RANKS ? received[r] : sent[0] + COUNT, COUNT, ncclFloat32,
+                       ncclSum, grown[r], r < RANKS ? streams[r] : third));
+  }
+  GOOD(ncclGroupEnd());
+  wait_all();
+  for (int r = 0; r < RANKS; r++) HOLDS(result(r, 7) == sum(7) + input(0, 7));
+  for (int r = 0; r <= RANKS; r++) GOOD(ncclCommDestroy(grown[r]));
+  /* The id is used up. */
+  GOOD(ncclGroupStart());
+  for (int r = 0; r < RANKS; r++) {
+    set_device(r);
+    GOOD(ncclCommGrow(comms[r], RANKS + 1, r == RANKS - 1 ? &id : NULL, -1, &grown[r], NULL));
+  }
+  set_device(0);
+  BAD(ncclInvalidArgument, "was used already", ncclGroupEnd());
+#endif
+  (void)id, (void)grown, (void)count;
+}
+
 static void ending(void) {
   ncclComm_t aborted = NULL;
   GOOD(init(&aborted, 1, 0));
@@ -558,11 +873,15 @@ int main(void) {
   queries();
   memory();
   operations();
+  OURS(configured();)
+  parameters();
   reductions();
   groups();
   teams();
+  properties();
   requirements();
   children();
+  growing();
   ending();
   printf("%d cases, %d failures\n", cases, failures);
   return failures != 0;

@@ -50,8 +50,8 @@ int main(int argc, char** argv) {
   EXPECT(argc == 4);
   int rank = atoi(argv[1]), ranks = atoi(argv[2]), version = 0, value = -1;
   CHECK(ncclGetVersion(&version));
-  EXPECT(version == NCCL_VERSION_CODE && version == 22809);
-  EXPECT(sizeof(ncclConfig_t) == 80 && sizeof(ncclUniqueId) == 128);
+  EXPECT(version == NCCL_VERSION_CODE && version == 23007);
+  EXPECT(sizeof(ncclConfig_t) == 96 && sizeof(ncclUniqueId) == 128);
 
   ncclUniqueId id;
   exchange_id(rank, argv[3], &id);

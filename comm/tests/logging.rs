@@ -85,7 +85,7 @@ fn nothing_is_said_unless_it_is_asked_for() {
 #[test]
 fn the_version_alone() {
     let text = run("work", &[("NCCL_DEBUG", "version")]);
-    let expected = format!("NCCL version 2.28.9+ringsight{}", env!("CARGO_PKG_VERSION"));
+    let expected = format!("NCCL version 2.30.7+ringsight{}", env!("CARGO_PKG_VERSION"));
     assert_eq!(lines(&text), [expected]);
 }
 
@@ -138,7 +138,7 @@ fn subsystems_and_the_file() {
         assert!(["INFO", "WARN"].contains(&level), "{line}");
     }
     for what in [
-        "NCCL version 2.28.9",
+        "NCCL version 2.30.7",
         "NCCL_SOCKET_IFNAME set by environment to lo.",
         "NCCL_HOSTID set by environment to somewhere.",
         "Bootstrap : Using lo:127.0.0.1",

@@ -101,26 +101,26 @@ for wheel in glob.glob(folder + '/*.whl'):
     os.remove(wheel)
 ";
 
-/// Folder of NVIDIA's `nccl.h` with the CUDA headers that it includes, unpacked once from PyPI's wheels (200 MB to download).
+/// Folder of NVIDIA's `nccl.h` with the CUDA headers that it includes, unpacked once from PyPI's wheels (220 MB to download).
 /// Nothing of them is linked or shipped: the library is tested against the header that it must agree with.
 ///
 /// # Errors
 /// Says what is missing; callers skip what needs it.
 pub fn nvidia_headers() -> Result<PathBuf> {
     const WHEELS: [&str; 4] = [
-        "nvidia-nccl-cu13==2.28.9",
+        "nvidia-nccl-cu13==2.30.7",
         "nvidia-cuda-runtime==13.0.*",
         "nvidia-cuda-crt==13.0.*",
         "nvidia-cuda-cccl==13.0.*",
     ];
-    let folder = cache()?.join("nccl-2.28.9/include");
+    let folder = cache()?.join("nccl-2.30.7/include");
     if folder.join("nccl.h").is_file() {
         return Ok(folder);
     }
     let python =
         process::find("python3").context("NVIDIA's headers are fetched by pip, and there is no python3")?;
-    say("NVIDIA's NCCL headers (once, 200 MB to download)");
-    make_whole(&cache()?.join("nccl-2.28.9"), |part| {
+    say("NVIDIA's NCCL headers (once, 220 MB to download)");
+    make_whole(&cache()?.join("nccl-2.30.7"), |part| {
         fs::create_dir(part.join("include"))?;
         process::output(
             Command::new(&python)

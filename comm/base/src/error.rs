@@ -22,11 +22,13 @@ pub enum ResultCode {
     RemoteError = 6,
     /// Not finished yet.
     InProgress = 7,
+    /// Not finished in time. NCCL 2.30 has it; nothing here gives it.
+    Timeout = 8,
 }
 
 impl ResultCode {
     /// Every code, in numeric order.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Success,
         Self::UnhandledCudaError,
         Self::SystemError,
@@ -35,6 +37,7 @@ impl ResultCode {
         Self::InvalidUsage,
         Self::RemoteError,
         Self::InProgress,
+        Self::Timeout,
     ];
 
     /// What `ncclGetErrorString` says.
@@ -49,6 +52,7 @@ impl ResultCode {
             Self::InvalidUsage => c"invalid usage (ncclGetLastError says why)",
             Self::RemoteError => c"remote process exited or there was a network error",
             Self::InProgress => c"operation in progress",
+            Self::Timeout => c"timeout",
         }
     }
 }

@@ -22,6 +22,7 @@ pub mod hash;
 pub mod log;
 pub mod names;
 pub mod process;
+pub mod release;
 pub mod sync;
 pub mod sys;
 pub mod threads;

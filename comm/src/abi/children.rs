@@ -10,10 +10,11 @@ use super::{
     arguments::out,
     communicators::{SETTLE, choices, in_group},
     entry,
-    types::NcclConfig,
+    types::{NcclConfig, UniqueIdBytes},
 };
 use crate::{
-    communicator::{self, ChildJob, Communicator, Handle, Lifecycle, Selection},
+    communicator::{self, ChildJob, Communicator, Config, GrowJob, Handle, Lifecycle, Selection},
+    device::device,
     group::{self, Job, Made},
 };
 
@@ -130,6 +131,90 @@ entry! {
                 let (comm, selection) = prepare_shrink(comm, excludeRanksList, excludeRanksCount, shrinkFlags)?;
                 make_child(comm, selection, newcomm, settings)
             }
+        }))
+    }
+}
+
+entry! {
+    /// An id for the new ranks of the next [`ncclCommGrow`] of `comm`. There is one at a time: it is used up by that call.
+    ncclCommGetUniqueId, pncclCommGetUniqueId(comm: Handle, uniqueId: *mut UniqueIdBytes) {
+        let comm = communicator::lookup(comm)?;
+        // SAFETY: null or valid, says the entry point's contract.
+        let place = unsafe { out("uniqueId", uniqueId) }?;
+        place.0 = comm.make_grow_id()?;
+        Ok(())
+    }
+}
+
+/// Who calls `ncclCommGrow`: a rank of the communicator, or a new one.
+fn grower(comm: Handle, ranks: u32, rank: c_int) -> Result<(Option<Arc<Communicator>>, u32, c_int)> {
+    if comm == Handle(0) {
+        let rank = u32::try_from(rank)
+            .ok()
+            .filter(|rank| *rank < ranks)
+            .ok_or_else(|| {
+                Error::argument(format!(
+                    "rank ({rank}) of a new rank is not between 0 and nRanks - 1 ({})",
+                    ranks - 1
+                ))
+            })?;
+        return Ok((None, rank, device()?.current()?));
+    }
+    let parent = communicator::lookup(comm)?;
+    if rank != -1 {
+        return Err(Error::argument(format!(
+            "rank ({rank}) is not -1: a rank of comm keeps its number ({})",
+            parent.rank
+        )));
+    }
+    if ranks <= parent.ranks {
+        return Err(Error::argument(format!(
+            "nRanks ({ranks}) is not more than the {} ranks of comm",
+            parent.ranks
+        )));
+    }
+    parent.check_parent()?;
+    let (rank, device) = (parent.rank, parent.device);
+    Ok((Some(parent), rank, device))
+}
+
+entry! {
+    /// Makes a communicator of the ranks of `comm`, which keep their numbers, and new ranks, for which `comm` is NULL. The rank
+    /// that called [`ncclCommGetUniqueId`] and the new ranks pass the id; the other ranks of `comm` may pass NULL.
+    ncclCommGrow, pncclCommGrow(
+        comm: Handle, nRanks: c_int, uniqueId: *const UniqueIdBytes, rank: c_int, newcomm: *mut Handle,
+        settings: *mut NcclConfig,
+    ) {
+        // SAFETY: null or valid, says the entry point's contract.
+        in_group(unsafe { out("newcomm", newcomm) }.and_then(|place| {
+            *place = Handle(0);
+            let ranks = u32::try_from(nRanks).ok().filter(|ranks| *ranks > 0);
+            let ranks = ranks.ok_or_else(|| Error::argument(format!("nRanks ({nRanks}) is not a positive number")))?;
+            let (parent, rank, device) = grower(comm, ranks, rank)?;
+            // SAFETY: null or valid, says the entry point's contract.
+            let id = unsafe { uniqueId.as_ref() }.map(|id| id.0);
+            if parent.is_none() && id.is_none() {
+                return Err(Error::argument("uniqueId is NULL: a new rank needs the id of ncclCommGetUniqueId"));
+            }
+            let default = parent.as_ref().map_or_else(Config::default, |parent| parent.config.clone());
+            // SAFETY: as above.
+            let config = unsafe { choices(settings, default) }?;
+            let life = Lifecycle::new(config.blocking);
+            let handle = communicator::reserve(life.clone());
+            let job = GrowJob { parent: parent.clone(), id, life: life.clone(), ranks, rank, device, config };
+            let release = Some(life.abort_word().clone());
+            let (life, child) = match parent {
+                Some(parent) => (parent.life().clone(), Some(life)),
+                None => (life, None),
+            };
+            group::submit(Job {
+                life,
+                release,
+                child,
+                // SAFETY: checked above; the caller keeps it valid until the group ends.
+                made: Some(unsafe { Made::announce(handle, newcomm) }),
+                work: Box::new(move || communicator::fulfil(handle, &job.run()?)),
+            })
         }))
     }
 }

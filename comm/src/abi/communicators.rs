@@ -7,11 +7,14 @@ use std::{
     time::Duration,
 };
 
-use ringsight_comm_base::error::{Error, Result, ResultCode};
+use ringsight_comm_base::{
+    error::{Error, Result, ResultCode},
+    release,
+};
 
 use super::{
     arguments::out,
-    config, entry,
+    config, entry, second_library,
     types::{NcclConfig, UniqueIdBytes},
 };
 use crate::{
@@ -77,6 +80,7 @@ unsafe fn init_rank(
 ) -> Result<()> {
     // SAFETY: the caller's promise.
     *unsafe { out("comm", comm) }? = Handle(0);
+    second_library::warn_once();
     let (rank, ranks) = place_of(rank, ranks)?;
     let config = config?;
     let device_number = match device_number {
@@ -117,10 +121,10 @@ fn finalize(comm: Handle) -> Result<()> {
 }
 
 entry! {
-    /// The library's version as a number.
+    /// The NCCL release that the library says it is, as a number.
     ncclGetVersion, pncclGetVersion(version: *mut c_int) {
         // SAFETY: null or valid, says the entry point's contract.
-        *unsafe { out("version", version) }? = observe::LIBRARY_VERSION as c_int;
+        *unsafe { out("version", version) }? = release::claimed_version() as c_int;
         // Nothing else refers to the text, and what nothing refers to does not stay in the library.
         std::hint::black_box(observe::VERSION_BANNER);
         Ok(())

@@ -2,7 +2,10 @@
 
 use std::ffi::{CStr, c_char, c_int};
 
-use ringsight_comm_base::error::{Error, Result};
+use ringsight_comm_base::{
+    error::{Error, Result},
+    log, release,
+};
 
 use super::types::{CONFIG_MAGIC, CONFIG_UNDEF_INT, NcclConfig};
 use crate::communicator::Config;
@@ -16,7 +19,7 @@ const HEAD_BYTES: usize = 16;
 const INITIALIZER: NcclConfig = NcclConfig {
     size: size_of::<NcclConfig>(),
     magic: CONFIG_MAGIC,
-    version: crate::observe::LIBRARY_VERSION,
+    version: release::LIBRARY_VERSION,
     blocking: CONFIG_UNDEF_INT,
     cga_cluster_size: CONFIG_UNDEF_INT,
     min_ctas: CONFIG_UNDEF_INT,
@@ -31,7 +34,19 @@ const INITIALIZER: NcclConfig = NcclConfig {
     nvls_ctas: CONFIG_UNDEF_INT,
     n_channels_per_net_peer: CONFIG_UNDEF_INT,
     nvlink_centric_sched: CONFIG_UNDEF_INT,
+    graph_usage_mode: CONFIG_UNDEF_INT,
+    num_rma_ctx: CONFIG_UNDEF_INT,
+    max_p2p_peers: CONFIG_UNDEF_INT,
+    graph_stream_ordering: CONFIG_UNDEF_INT,
 };
+/// Fields of versions that are younger than this library: offset in bytes, and name. All are `int`, and since 2.31 or 2.32.
+const YOUNGER: [(usize, &str); 5] = [
+    (96, "launchOrderImplicit"),
+    (100, "numRmaSig"),
+    (104, "rmaEagerInit"),
+    (108, "hostCftMode"),
+    (112, "nvlsHostMode"),
+];
 
 /// Reads a config by NCCL's rule: as many bytes as both sides know, and of those the fields that existed in the version
 /// that the caller was built against. The environment is not asked: that is [`Config::overridden`].
@@ -53,7 +68,7 @@ pub(crate) unsafe fn read(pointer: *const NcclConfig) -> Result<Config> {
         )));
     }
     let mut config = INITIALIZER;
-    let known = size.min(size_of::<NcclConfig>());
+    let known = size.min(known_bytes());
     // SAFETY: the caller's struct has `size` bytes, ours has `size_of` bytes, and both are plain data.
     unsafe { std::ptr::copy_nonoverlapping(pointer.cast::<u8>(), (&raw mut config).cast(), known) };
     if config.magic != CONFIG_MAGIC {
@@ -61,6 +76,15 @@ pub(crate) unsafe fn read(pointer: *const NcclConfig) -> Result<Config> {
             "config.magic is {:#x}: initialise the struct with NCCL_CONFIG_INITIALIZER",
             config.magic
         )));
+    }
+    // SAFETY: as above.
+    let younger = unsafe { younger_fields(pointer, size) };
+    if !younger.is_empty() {
+        tracing::info!(
+            target: log::INIT,
+            "config sets {}, which this library does not know: without effect",
+            younger.join(", ")
+        );
     }
     forget_what_came_later(&mut config);
     check(&config)?;
@@ -97,6 +121,37 @@ pub(crate) unsafe fn read(pointer: *const NcclConfig) -> Result<Config> {
     })
 }
 
+/// Bytes of the struct of the release that the library says it is.
+fn known_bytes() -> usize {
+    match release::claimed_version() {
+        22809 => std::mem::offset_of!(NcclConfig, graph_usage_mode),
+        _ => size_of::<NcclConfig>(),
+    }
+}
+
+/// What the caller sets of fields that are younger than this library.
+///
+/// # Safety
+/// `pointer` points to `size` bytes.
+unsafe fn younger_fields(pointer: *const NcclConfig, size: usize) -> Vec<String> {
+    let set = |(offset, name): (usize, &str)| {
+        if offset + size_of::<c_int>() > size {
+            return None;
+        }
+        // SAFETY: within the caller's `size` bytes.
+        let value = unsafe { pointer.cast::<u8>().add(offset).cast::<c_int>().read_unaligned() };
+        (value != CONFIG_UNDEF_INT).then(|| format!("{name} ({value})"))
+    };
+    let mut fields: Vec<String> = YOUNGER.into_iter().filter_map(set).collect();
+    // Nobody knows yet what comes behind.
+    let known = size_of::<NcclConfig>() + YOUNGER.len() * size_of::<c_int>();
+    let known = known.next_multiple_of(align_of::<NcclConfig>());
+    if size > known {
+        fields.push(format!("{} bytes behind nvlsHostMode", size - known));
+    }
+    fields
+}
+
 /// Sets every field to its default that is younger than the caller's version: what is there is padding, or not the
 /// caller's to give. (NCCL believes a `trafficClass` from 2.25 on, where it is padding still.)
 fn forget_what_came_later(config: &mut NcclConfig) {
@@ -127,6 +182,16 @@ fn forget_what_came_later(config: &mut NcclConfig) {
         config.n_channels_per_net_peer = INITIALIZER.n_channels_per_net_peer;
         config.nvlink_centric_sched = INITIALIZER.nvlink_centric_sched;
     }
+    if version < 22900 {
+        config.graph_usage_mode = INITIALIZER.graph_usage_mode;
+        config.num_rma_ctx = INITIALIZER.num_rma_ctx;
+    }
+    if version < 23000 {
+        config.max_p2p_peers = INITIALIZER.max_p2p_peers;
+    }
+    if version < 23005 {
+        config.graph_stream_ordering = INITIALIZER.graph_stream_ordering;
+    }
 }
 
 /// NCCL's checks, field by field.
@@ -154,8 +219,8 @@ fn check(config: &NcclConfig) -> Result<()> {
     }
     within("splitShare", config.split_share, 0..=1, neither)?;
     within("collnetEnable", config.collnet_enable, 0..=1, neither)?;
-    let policies = "none of the policies 0 (default), 1 (efficiency) and 2 (zero)";
-    within("CTAPolicy", config.cta_policy, 0..=2, policies)?;
+    let policies = "none of the policies 0 (default), 1 (efficiency), 2 (zero) and 3 (both)";
+    within("CTAPolicy", config.cta_policy, 0..=3, policies)?;
     within("shrinkShare", config.shrink_share, 0..=1, neither)?;
     within("nvlsCTAs", config.nvls_ctas, 1..=any, "not a positive number")?;
     within(
@@ -164,7 +229,26 @@ fn check(config: &NcclConfig) -> Result<()> {
         1..=MAX_CHANNELS,
         "not between 1 and 64",
     )?;
-    within("nvlinkCentricSched", config.nvlink_centric_sched, 0..=1, neither)
+    within("nvlinkCentricSched", config.nvlink_centric_sched, 0..=1, neither)?;
+    within(
+        "graphUsageMode",
+        config.graph_usage_mode,
+        0..=2,
+        "none of the modes 0, 1 and 2",
+    )?;
+    within("numRmaCtx", config.num_rma_ctx, 0..=any, "negative")?;
+    within(
+        "maxP2pPeers",
+        config.max_p2p_peers,
+        1..=any,
+        "not a positive number",
+    )?;
+    within(
+        "graphStreamOrdering",
+        config.graph_stream_ordering,
+        0..=1,
+        neither,
+    )
 }
 
 #[cfg(test)]
@@ -172,8 +256,8 @@ mod tests {
     use super::*;
     use ringsight_comm_base::error::ResultCode;
 
-    /// Sizes of the struct in (2.14, 2.17, 2.18 to 2.26, 2.27, 2.28, 2.29, 2.30).
-    const SIZES: [(u32, usize); 9] = [
+    /// Sizes of the struct in (2.14, 2.17, 2.18 to 2.26, 2.27, 2.28, 2.29, 2.30, 2.31, 2.32).
+    const SIZES: [(u32, usize); 11] = [
         (21400, 24),
         (21701, 40),
         (21801, 48),
@@ -183,6 +267,8 @@ mod tests {
         (22809, 80),
         (22902, 88),
         (23007, 96),
+        (23102, 112),
+        (23203, 120),
     ];
 
     /// A struct of a version with its fields at their offsets, and rubbish wherever the version has none.
@@ -248,6 +334,25 @@ mod tests {
         }
     }
 
+    /// The bytes behind the fields of 2.28 are not looked at, whatever is in them.
+    #[test]
+    fn fields_of_a_younger_version_are_named_and_have_no_effect() {
+        let names = |size: usize, fields: &[(usize, c_int)]| {
+            let mut memory = [CONFIG_UNDEF_INT; 40];
+            fields
+                .iter()
+                .for_each(|(offset, value)| memory[offset / 4] = *value);
+            // SAFETY: longer than `size`.
+            unsafe { younger_fields(memory.as_ptr().cast(), size) }
+        };
+        assert_eq!(names(96, &[(96, 1)]), [""; 0]);
+        assert_eq!(names(112, &[(100, 7), (112, 1)]), ["numRmaSig (7)"]);
+        assert_eq!(names(120, &[(112, 1)]), ["nvlsHostMode (1)"]);
+        assert_eq!(names(136, &[]), ["16 bytes behind nvlsHostMode"]);
+        let set = [(96, 1), (112, 1)];
+        assert_eq!(read_words(23203, 120, &set), Ok(Config::default()));
+    }
+
     #[test]
     fn impossible_values_are_refused_by_name() {
         let cases = [
@@ -258,14 +363,18 @@ mod tests {
             (28, -3, "config.maxCTAs (-3)"),
             (40, 2, "config.splitShare (2)"),
             (56, -1, "config.collnetEnable (-1)"),
-            (60, 3, "config.CTAPolicy (3)"),
+            (60, 4, "config.CTAPolicy (4)"),
             (64, 7, "config.shrinkShare (7)"),
             (68, 0, "config.nvlsCTAs (0)"),
             (72, 65, "config.nChannelsPerNetPeer (65)"),
             (76, 2, "config.nvlinkCentricSched (2)"),
+            (80, 3, "config.graphUsageMode (3)"),
+            (84, -2, "config.numRmaCtx (-2)"),
+            (88, 0, "config.maxP2pPeers (0)"),
+            (92, 2, "config.graphStreamOrdering (2)"),
         ];
         for (offset, value, text) in cases {
-            let error = read_words(22809, 80, &[(offset, value)]).unwrap_err();
+            let error = read_words(23007, 96, &[(offset, value)]).unwrap_err();
             assert_eq!(error.code, ResultCode::InvalidArgument);
             assert!(error.text.starts_with(text), "{error}");
         }

@@ -1,13 +1,16 @@
 //! The host side of NCCL's device API: what a program asks before it launches kernels that communicate themselves.
 //!
 //! Such kernels read NVIDIA's own structs, so no device communicator is made here: [`ncclDevCommCreate`] says so. What
-//! only computes (teams, ranks within them, sizes of resources) gives NCCL 2.28.9's results.
+//! only computes (teams, ranks within them, sizes of resources) gives NCCL 2.30.7's results.
 
 #![expect(non_snake_case, reason = "NCCL's names")]
 
 use std::ffi::{c_int, c_void};
 
-use ringsight_comm_base::error::{Error, Result, ResultCode};
+use ringsight_comm_base::{
+    error::{Error, Result, ResultCode},
+    release,
+};
 
 use super::{arguments::out, call};
 use crate::communicator::{self, Communicator, Handle};
@@ -109,8 +112,66 @@ const _: () = assert!(size_of::<GinBarrierHandle>() == 8);
 
 /// Bytes of a line of the low-latency all-to-all: 8 of data, each word beside its flag.
 const LINE_BYTES: usize = 16;
-/// Network contexts of a device communicator (`NCCL_GIN_MAX_CONTEXTS`).
-const GIN_CONTEXTS: usize = 4;
+/// `NCCL_API_MAGIC`, in the structs that programs fill.
+const API_MAGIC: u32 = super::types::CONFIG_MAGIC;
+
+/// `ncclCommProperties_t`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Properties {
+    /// Bytes of the caller's struct.
+    pub size: usize,
+    /// `NCCL_API_MAGIC`.
+    pub magic: u32,
+    /// The version that the caller was built against.
+    pub version: u32,
+    /// This rank.
+    pub rank: c_int,
+    /// Ranks.
+    pub ranks: c_int,
+    /// Device number.
+    pub device: c_int,
+    /// The same: the library does not ask NVML.
+    pub nvml_device: c_int,
+    /// Whether device communicators can be made.
+    pub device_api: bool,
+    /// Whether the device reaches several ranks' memory by one address.
+    pub multimem: bool,
+    /// How kernels reach the network; 0 for not at all.
+    pub gin_type: c_int,
+    /// Teams of ranks that reach each other's memory; since 2.29.4.
+    pub lsa_teams: c_int,
+    /// Whether one-sided operations from the host are served; since 2.29.4.
+    pub host_rma: bool,
+    /// As `gin_type`, between ranks of a rail; since 2.29.4.
+    pub railed_gin_type: c_int,
+}
+
+const _: () = assert!(size_of::<Properties>() == 56);
+const _: () = assert!(std::mem::offset_of!(Properties, gin_type) == 36);
+const _: () = assert!(std::mem::offset_of!(Properties, railed_gin_type) == 48);
+
+/// A struct of a version whose layout is not known here.
+fn other_version(name: &str, version: u32) -> Error {
+    let dotted = |version: u32| format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100);
+    Error::usage(format!(
+        "{name}.version is that of NCCL {}; this library has NCCL {}, and knows this struct from 2.29 on",
+        dotted(version),
+        dotted(release::LIBRARY_VERSION)
+    ))
+}
+
+fn without_cft(function: &str) -> Error {
+    Error::usage(format!(
+        "{function}: counted fabric transfers (CFT) are not served"
+    ))
+}
+
+fn without_gin(function: &str) -> Error {
+    Error::usage(format!(
+        "{function}: kernels that use the network (GIN) are not served: use NVIDIA's NCCL for them"
+    ))
+}
 
 /// As [`call`], for functions that return a value: `failed` where there is none.
 fn value<T>(function: &str, failed: T, body: impl FnOnce() -> Result<T>) -> T {
@@ -132,7 +193,7 @@ fn world(comm: &Communicator) -> Team {
 
 /// The ranks of the node, if every node has as many and each node's follow each other; else this rank alone. All ranks
 /// come to the same size, on which the rails depend.
-fn lsa(comm: &Communicator) -> Team {
+pub(super) fn lsa(comm: &Communicator) -> Team {
     let topology = &comm.topology;
     let size = topology.local_ranks().len() as u32;
     let even = comm.ranks.is_multiple_of(size)
@@ -220,6 +281,18 @@ macro_rules! entries {
 }
 
 functions! {
+    /// `{0, 0, 0}`: there are no teams for counted fabric transfers (CFT; NCCL 2.32).
+    fn ncclTeamCft, pncclTeamCft(comm: Handle, _mode: c_int) -> Team = Team::NONE; {
+        communicator::lookup(comm)?;
+        Err(without_cft("ncclTeamCft"))
+    }
+
+    /// `{0, 0, 0}`: there are no teams for counted fabric transfers (CFT; NCCL 2.32).
+    fn ncclTeamCftMultimem, pncclTeamCftMultimem(comm: Handle) -> Team = Team::NONE; {
+        communicator::lookup(comm)?;
+        Err(without_cft("ncclTeamCftMultimem"))
+    }
+
     /// All ranks; `{0, 0, 0}` if `comm` is no communicator.
     fn ncclTeamWorld, pncclTeamWorld(comm: Handle) -> Team = Team::NONE; {
         Ok(world(&*communicator::lookup(comm)?))
@@ -294,24 +367,97 @@ entries! {
         Ok(())
     }
 
-    /// What `nBarriers` barriers over the network need. As NCCL, it looks at neither `comm` nor `team`.
+    /// What `nBarriers` barriers over the network need. As NCCL, it does not look at `comm`.
     fn ncclGinBarrierCreateRequirement, pncclGinBarrierCreateRequirement(
-        _comm: Handle, _team: Team, nBarriers: c_int, outHandle: *mut GinBarrierHandle,
+        _comm: Handle, team: Team, nBarriers: c_int, outHandle: *mut GinBarrierHandle,
         outReq: *mut ResourceRequirements,
     ) {
-        let words = number("nBarriers", nBarriers)?.checked_mul(GIN_CONTEXTS);
-        let bytes = bytes("nBarriers", words.and_then(|words| words.checked_mul(size_of::<u32>())))?;
+        let (ranks, barriers) = (number("team.nRanks", team.ranks)?, number("nBarriers", nBarriers)?);
+        let signals = bytes("nBarriers", ranks.checked_mul(barriers))?;
         // SAFETY: null or valid, says the entry point's contract.
         let (handle, requirements) = unsafe { (out("outHandle", outHandle)?, out("outReq", outReq)?) };
         *requirements = ResourceRequirements {
-            buffer_size: bytes,
-            buffer_align: align_of::<u32>(),
-            out_buffer_handle: &raw mut handle.buffer,
-            gin_signal_count: nBarriers,
+            gin_signal_count: signals as c_int,
             out_gin_signal_start: &raw mut handle.signal,
             ..ResourceRequirements::NONE
         };
         Ok(())
+    }
+
+    /// Fails with `ncclInvalidUsage`: kernels that use the network are not served.
+    fn ncclGinOutboxCreateRequirement, pncclGinOutboxCreateRequirement(
+        _nBlocks: c_int, _size_log2: c_int, _outHandle: *mut c_void, _outReq: *mut ResourceRequirements,
+    ) {
+        Err(without_gin("ncclGinOutboxCreateRequirement"))
+    }
+
+    /// Fails with `ncclInvalidUsage`: kernels that use the network are not served.
+    fn ncclGinInboxA2ACreateRequirement, pncclGinInboxA2ACreateRequirement(
+        _peers: Team, _nBlocks: c_int, _size_log2: c_int, _outHandle: *mut c_void, _outReq: *mut ResourceRequirements,
+    ) {
+        Err(without_gin("ncclGinInboxA2ACreateRequirement"))
+    }
+
+    /// What a communicator can do for kernels that communicate themselves. Writes no more than the struct of
+    /// `props->version` has.
+    fn ncclCommQueryProperties, pncclCommQueryProperties(comm: Handle, props: *mut Properties) {
+        let comm = communicator::lookup(comm)?;
+        if props.is_null() {
+            return Err(Error::argument("props is NULL"));
+        }
+        // SAFETY: not null, so a struct that begins with its head, says the entry point's contract.
+        let (size, magic, version) = unsafe { ((*props).size, (*props).magic, (*props).version) };
+        if magic != API_MAGIC {
+            return Err(Error::usage("props.magic is wrong: initialise the struct with NCCL_COMM_PROPERTIES_INITIALIZER"));
+        }
+        let bytes = match version {
+            22900..=22903 => std::mem::offset_of!(Properties, lsa_teams),
+            22904..=release::LIBRARY_VERSION => size_of::<Properties>(),
+            _ => return Err(other_version("props", version)),
+        };
+        if size < bytes {
+            return Err(Error::argument(format!("props.size ({size}) is less than the {bytes} bytes of its version")));
+        }
+        let (world, lsa) = (world(&comm), lsa(&comm));
+        let filled = Properties {
+            size,
+            magic,
+            version,
+            rank: world.rank,
+            ranks: world.ranks,
+            device: comm.device,
+            nvml_device: comm.device,
+            device_api: false,
+            multimem: false,
+            gin_type: 0,
+            lsa_teams: world.ranks / lsa.ranks,
+            host_rma: false,
+            railed_gin_type: 0,
+        };
+        // SAFETY: the caller's struct has that many bytes, and no struct overlaps ours.
+        unsafe { std::ptr::copy_nonoverlapping((&raw const filled).cast::<u8>(), props.cast(), bytes) };
+        Ok(())
+    }
+
+    /// Fails with `ncclInvalidUsage`: counted fabric transfers (NCCL 2.32) are not served.
+    fn ncclGetMultimemDeviceLeInfo, pncclGetMultimemDeviceLeInfo(
+        _window: usize, _offset: usize, _leId: *mut c_void, _leOffset: *mut usize,
+    ) {
+        Err(without_cft("ncclGetMultimemDeviceLeInfo"))
+    }
+
+    /// Fails with `ncclInvalidUsage`: counted fabric transfers (NCCL 2.32) are not served.
+    fn ncclGetCftDeviceLeInfo, pncclGetCftDeviceLeInfo(
+        _window: usize, _offset: usize, _peerCft: c_int, _cftTeam: Team, _leId: *mut c_void, _leOffset: *mut usize,
+    ) {
+        Err(without_cft("ncclGetCftDeviceLeInfo"))
+    }
+
+    /// Fails with `ncclInvalidUsage`: counted fabric transfers (NCCL 2.32) are not served.
+    fn ncclGetPeerDeviceLeInfo, pncclGetPeerDeviceLeInfo(
+        _window: usize, _offset: usize, _peerWorld: c_int, _leId: *mut c_void, _leOffset: *mut usize,
+    ) {
+        Err(without_cft("ncclGetPeerDeviceLeInfo"))
     }
 
     /// Fails with `ncclInvalidUsage`: kernels that communicate themselves are not served.

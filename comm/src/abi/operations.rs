@@ -24,7 +24,7 @@ use crate::{
 };
 
 /// Checks the arguments as NCCL does and enqueues the operation.
-fn operation(
+pub(super) fn operation(
     function: Function,
     (send, recv): (*const c_void, *mut c_void),
     count: usize,

@@ -1,4 +1,4 @@
-//! NCCL's structs and constants (`nccl.h` 2.28.9).
+//! NCCL's structs and constants (`nccl.h` 2.30.7).
 
 use std::ffi::{c_char, c_int};
 
@@ -12,7 +12,7 @@ pub const CONFIG_UNDEF_INT: c_int = c_int::MIN;
 /// Magic of [`NcclConfig`].
 pub const CONFIG_MAGIC: u32 = 0xcafe_beef;
 
-/// `ncclConfig_t` of 2.28. Callers built against other versions pass other sizes: see `parse_config`.
+/// `ncclConfig_t` of 2.30. Callers built against other versions pass other sizes: see `config::read`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct NcclConfig {
@@ -50,9 +50,17 @@ pub struct NcclConfig {
     pub n_channels_per_net_peer: c_int,
     /// Scheduling for NVLink; since 2.28.
     pub nvlink_centric_sched: c_int,
+    /// Whether graphs and eager calls mix; since 2.29.
+    pub graph_usage_mode: c_int,
+    /// Contexts of one-sided operations; since 2.29.
+    pub num_rma_ctx: c_int,
+    /// Most peers of sends and receives; since 2.30.
+    pub max_p2p_peers: c_int,
+    /// Whether captured calls keep the order of their streams; since 2.30.5.
+    pub graph_stream_ordering: c_int,
 }
 
-const _: () = assert!(size_of::<NcclConfig>() == 80 && size_of::<UniqueIdBytes>() == 128);
+const _: () = assert!(size_of::<NcclConfig>() == 96 && size_of::<UniqueIdBytes>() == 128);
 const _: () = assert!(std::mem::offset_of!(NcclConfig, comm_name) == 48);
 
 /// Magic of [`NcclSimInfo`].

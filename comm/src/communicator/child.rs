@@ -86,9 +86,18 @@ pub struct ChildJob {
 }
 
 /// Releases the waits of a child in the making when its parent is aborted.
-struct Expected<'a> {
+pub(super) struct Expected<'a> {
     parent: &'a Lifecycle,
     abort: &'a Arc<AbortWord>,
+}
+
+impl<'a> Expected<'a> {
+    /// The child of `parent` that `life` is of.
+    pub(super) fn of(parent: &'a Communicator, life: &'a Lifecycle) -> Self {
+        let (parent, abort) = (&*parent.life, life.abort_word());
+        parent.expect_child(abort);
+        Self { parent, abort }
+    }
 }
 
 impl Drop for Expected<'_> {
@@ -133,11 +142,7 @@ impl ChildJob {
     pub fn run(&self) -> Result<Option<Arc<Communicator>>> {
         let start_ns = observe::now_ns();
         let (parent, abort) = (&self.parent, self.life.abort_word());
-        parent.life.expect_child(abort);
-        let _expected = Expected {
-            parent: &parent.life,
-            abort,
-        };
+        let _expected = Expected::of(parent, &self.life);
         let context = |error: Error| {
             error.within(&format!(
                 "a child of communicator {:016x}, whose rank {} this is",

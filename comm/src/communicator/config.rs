@@ -34,7 +34,7 @@ pub struct Config {
     pub name: String,
     /// `collnetEnable`: reductions in switches, where there are such.
     pub collnet: bool,
-    /// `CTAPolicy`: 0 default, 1 efficiency, 2 zero.
+    /// `CTAPolicy`: 0 default, else the bits 1 (efficiency) and 2 (zero).
     pub cta_policy: u32,
     /// `nvlsCTAs`: channels for NVLink SHARP.
     pub nvls_channels: Option<u32>,
@@ -142,7 +142,7 @@ impl Config {
         }
         let policy = &["NCCL_CTA_POLICY"];
         match number(policy)? {
-            Some(value @ 0..=2) => self.cta_policy = value as u32,
+            Some(value @ 0..=3) => self.cta_policy = value as u32,
             Some(value) => {
                 nonsense(policy, value, "0 is taken");
                 self.cta_policy = 0;

@@ -29,6 +29,8 @@ pub(super) struct DeviceFifos {
     pub(super) is_whole: bool,
     /// Address of this rank's segment, and the bytes of its producer halves.
     own: (u64, usize),
+    /// Bytes of this rank's segment.
+    pub(super) bytes: usize,
     /// Ranks of other processes write to it.
     foreign: bool,
     /// Set when no other rank writes to the segment any more.
@@ -110,6 +112,7 @@ pub(super) fn connect(
         )),
         is_whole,
         own: (own_base, layout.fifos() * PRODUCER_BYTES),
+        bytes,
         foreign,
         ended_well,
     }))

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, OnceLock, atomic::AtomicBool};
 
 use ringsight_comm_base::{
     error::{Error, Result, ResultCode},
-    fork, log,
+    fork, log, release,
     sync::lock,
 };
 use ringsight_records::{Kind, State, pages};
@@ -177,7 +177,7 @@ impl Making<'_> {
     pub(super) fn complete(&self, bootstrap: Bootstrap, id: u64) -> Result<Arc<Communicator>> {
         let (rank, ranks) = (bootstrap.rank(), bootstrap.ranks());
         if rank == 0 {
-            log::version(observe::LIBRARY_VERSION);
+            log::version(release::claimed_version());
         }
         let device = self.device;
         tracing::info!(
@@ -371,6 +371,7 @@ impl Making<'_> {
             }),
             bootstrap: bootstrap.clone(),
             children: Mutex::default(),
+            grows: Mutex::default(),
             registrations: Registrations::default(),
             windows: Windows::new(limits.use_copy_engines(ranks)),
             buffers: Buffers::read()?,

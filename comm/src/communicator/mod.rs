@@ -5,6 +5,7 @@ mod child;
 mod config;
 mod device_fifos;
 mod ending;
+mod grow;
 mod init;
 mod lifecycle;
 mod losses;
@@ -40,6 +41,7 @@ pub(crate) fn fuzz(data: &[u8]) {
 pub(crate) use buffers::Buffers;
 pub use child::{ChildJob, Selection};
 pub use config::Config;
+pub use grow::GrowJob;
 pub use init::InitJob;
 pub(crate) use lifecycle::Background;
 use lifecycle::Faults;
@@ -47,10 +49,10 @@ pub use lifecycle::Lifecycle;
 use reduce_ops::ReduceOps;
 pub use registration::PAGE;
 pub(crate) use registration::Registrations;
-pub use registry::{Handle, find, fulfil, is_made, lookup, remove, reserve, state, tear_out, withdraw};
+pub use registry::{Handle, all, find, fulfil, is_made, lookup, remove, reserve, state, tear_out, withdraw};
 pub(crate) use ringsight_comm_base::sync::lock;
 use sequence::Sequences;
-pub(crate) use windows::Part;
+pub(crate) use windows::{Part, WindowPointers};
 
 /// One rank of a communicator.
 pub struct Communicator {
@@ -82,6 +84,7 @@ pub struct Communicator {
     planner: Mutex<Planner>,
     bootstrap: Arc<Bootstrap>,
     children: Mutex<child::Counts>,
+    grows: Mutex<grow::Grows>,
     registrations: Registrations,
     /// What is known of buffers that operations use.
     pub(crate) buffers: Buffers,
@@ -120,6 +123,11 @@ impl Communicator {
     /// The planner, to be held while a group is enqueued or launched.
     pub(crate) fn planner(&self) -> MutexGuard<'_, Planner> {
         lock(&self.planner)
+    }
+
+    /// Bytes of the device's memory that it holds for itself.
+    pub(crate) fn device_bytes(&self) -> usize {
+        self.device_fifos.as_ref().map_or(0, |fifos| fifos.bytes)
     }
 
     /// Who looks for operations that do not end, if anybody does.

@@ -16,7 +16,7 @@ use crate::{
 
 const DEFAULT_CHANNELS: u32 = 2;
 /// `NCCL_CTA_POLICY_ZERO`.
-const ZERO_CTA: u32 = 2;
+const ZERO_CTA: u32 = 1 << 1;
 /// `NCCL_BUFFSIZE` by default: slots of 128 KiB stay in a core's cache between its producer and its consumer.
 const DEFAULT_BUFFER_BYTES: usize = 1 << 20;
 
@@ -82,7 +82,7 @@ impl Proposal {
             work_fifo_depth: depth.clamp(2, 1 << 20) as u64,
             share,
             one_shot: device::device()?.supports(Algorithm::OneShot),
-            limits: environment::limits(config.cta_policy == ZERO_CTA)?,
+            limits: environment::limits(config.cta_policy & ZERO_CTA != 0)?,
         })
     }
 

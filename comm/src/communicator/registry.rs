@@ -130,6 +130,15 @@ pub fn find(handle: Handle) -> Result<(Arc<Lifecycle>, Option<Arc<Communicator>>
     slot(handle).map(|slot| (slot.life, slot.communicator))
 }
 
+/// The communicators that are made.
+#[must_use]
+pub fn all() -> Vec<Arc<Communicator>> {
+    read()
+        .values()
+        .filter_map(|slot| slot.communicator.clone())
+        .collect()
+}
+
 /// Whether there is a communicator behind the handle.
 #[must_use]
 pub fn is_made(handle: Handle) -> bool {

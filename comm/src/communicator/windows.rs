@@ -5,7 +5,8 @@
 //! ranks reach all parts, copy engines can do a collective whose receive buffer is in the window. The flag promises that the buffer is at the same
 //! offset on all ranks. The offset is part of the operation's tag, so a rank that breaks the promise is found.
 //!
-//! A window keeps its imports while it is registered, and until launches that use it are over.
+//! A window keeps its imports while it is registered, and until launches that use it are over. Programs ask for the addresses of the parts, too
+//! ([`WindowPointers`]).
 
 use std::{
     any::Any,
@@ -30,7 +31,7 @@ use ringsight_records::Function;
 use super::{Communicator, peer_memory::devices_near};
 use crate::{
     checks::wire::Rest,
-    device::Device,
+    device::{self, Device},
     op::{Request, WindowBuffer},
 };
 
@@ -46,9 +47,9 @@ pub(crate) struct Windows {
     for_copy_engines: bool,
     /// Windows registered so far.
     joined: AtomicU32,
-    /// Symmetric windows that are registered now, in the order of their numbers.
+    /// The windows that are registered now, in the order of their numbers.
     all: Mutex<Vec<Joined>>,
-    /// Length of `all`, for threads that only ask whether there is any.
+    /// Symmetric ones of `all`, for threads that only ask whether there is any.
     count: AtomicUsize,
     /// Made with the first window that copy engines can use.
     copy_engine: OnceLock<CopyEngine>,
@@ -59,8 +60,10 @@ pub(crate) struct Windows {
 /// This rank's part of a window that is being registered.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Part {
-    /// Handle of the registration.
+    /// Handle of the window.
     pub(crate) handle: usize,
+    /// Handle of the registration of its buffer, which several windows may share.
+    pub(crate) registration: usize,
     /// Its address.
     pub(crate) address: usize,
     /// Its length.
@@ -69,16 +72,39 @@ pub(crate) struct Part {
     pub(crate) is_symmetric: bool,
 }
 
-/// A symmetric window.
+/// The first handle of a window, and the distance of handles: as of communicators.
+const FIRST: usize = 0x5255_0000_0000;
+const STEP: usize = 0x10;
+static GIVEN: AtomicUsize = AtomicUsize::new(0);
+
+/// A window of this process.
 struct Joined {
-    handle: usize,
+    part: Part,
     number: u32,
-    /// This rank's part.
-    address: usize,
     /// The length of the shortest part of any rank.
     bytes: usize,
-    /// `None` if not all ranks reach all parts.
+    /// Where this rank reaches all ranks' parts, or why not all ranks do.
+    reached: std::result::Result<Reached, String>,
+    /// For copy engines, if all ranks reach all parts and these are long enough.
     window: Option<Arc<Window>>,
+}
+
+/// The parts of all ranks, by rank.
+#[derive(Clone)]
+struct Reached {
+    addresses: Arc<[u64]>,
+    /// Keeps imports of other processes' memory.
+    memory: Vec<Arc<dyn Any + Send + Sync>>,
+}
+
+/// What a program may ask of a window.
+pub(crate) struct WindowPointers {
+    /// What this rank registered.
+    pub(crate) own: usize,
+    /// Bytes of the shortest part of any rank.
+    pub(crate) bytes: usize,
+    /// The address of each rank's part for this rank, by rank; or why there are none.
+    pub(crate) addresses: std::result::Result<Arc<[u64]>, String>,
 }
 
 /// Address, length and export of a rank's part, or why copy engines cannot use it.
@@ -145,19 +171,24 @@ impl Windows {
     fn add(&self, joined: Joined) {
         let mut all = lock(&self.all);
         all.push(joined);
-        // Relaxed: stored under the lock. A thread that reads it without the lock is not ordered with this one.
-        self.count.store(all.len(), Ordering::Relaxed);
+        self.recount(&all);
     }
 
-    /// Removes the window of a registration. If several windows have the handle, the latest.
-    fn remove(&self, handle: usize) {
+    fn recount(&self, all: &[Joined]) {
+        let symmetric = all.iter().filter(|joined| joined.part.is_symmetric).count();
+        // Relaxed: stored under the lock. A thread that reads it without the lock is not ordered with this one.
+        self.count.store(symmetric, Ordering::Relaxed);
+    }
+
+    /// Removes a window. Returns the handle of its registration; `None` if there is no such window.
+    fn remove(&self, handle: usize) -> Option<usize> {
         let mut all = lock(&self.all);
-        let place = all.iter().rposition(|joined| joined.handle == handle);
-        let gone = place.map(|place| all.remove(place));
-        self.count.store(all.len(), Ordering::Relaxed);
+        let place = all.iter().position(|joined| joined.part.handle == handle)?;
+        let gone = all.remove(place);
+        self.recount(&all);
         drop(all);
-        // Not under the lock: dropping it may call the device.
-        drop(gone);
+        // `gone` is dropped without the lock: that may call the device.
+        Some(gone.part.registration)
     }
 
     /// The first window that a buffer is in.
@@ -167,15 +198,17 @@ impl Windows {
             return None;
         }
         let all = lock(&self.all);
-        all.iter().find_map(|joined| {
-            let offset = address.checked_sub(joined.address)?;
-            let is_within = offset.checked_add(bytes)? <= joined.bytes;
-            is_within.then(|| WindowBuffer {
-                number: joined.number,
-                offset: offset as u64,
-                window: joined.window.clone(),
+        all.iter()
+            .filter(|joined| joined.part.is_symmetric)
+            .find_map(|joined| {
+                let offset = address.checked_sub(joined.part.address)?;
+                let is_within = offset.checked_add(bytes)? <= joined.bytes;
+                is_within.then(|| WindowBuffer {
+                    number: joined.number,
+                    offset: offset as u64,
+                    window: joined.window.clone(),
+                })
             })
-        })
     }
 }
 
@@ -219,13 +252,9 @@ impl Communicator {
         let number = self.windows.next();
         let offer = match &part {
             Ok(part) => self.offer(part),
-            Err(why) => self.windows.for_copy_engines.then(|| Err((*why).to_owned())),
+            Err(why) => Err((*why).to_owned()),
         };
-        let mine = offer.as_ref().map(encode).unwrap_or_default();
-        let offers = self.meet_for_window(number, &mine)?;
-        if offer.is_none() {
-            return Ok(());
-        }
+        let offers = self.meet_for_window(number, &encode(&offer))?;
         let offers: Vec<Offer> = offers.iter().map(|bytes| parse(bytes)).collect();
         let bytes = offers.iter().flatten().map(|(_, bytes, _)| *bytes).min();
         let bytes = bytes.unwrap_or(0);
@@ -234,25 +263,25 @@ impl Communicator {
             .capabilities
             .limits
             .least_copy_engine_bytes(self.ranks);
-        let window = match self.first_of(offers.iter().map(|offer| offer.as_ref().err())) {
+        let reached = match self.first_of(offers.iter().map(|offer| offer.as_ref().err())) {
             Some(why) => Err(why),
-            // No operation in it would be long enough.
-            None if bytes < least => Err(format!("it has {bytes} bytes, they are for at least {least}")),
             None => {
                 let reached = self.reach(&offers);
                 // No rank uses it before all ranks reach all parts. If one does not, none uses it.
                 let answer = reached.as_ref().map(|_| &[][..]).map_err(String::as_str);
-                let agreed = self.agree_for_window(number, answer)?;
-                match agreed.and(reached) {
-                    Ok(mut window) => {
-                        window.scratch = self.scratch(number, bytes)?;
-                        Ok(Arc::new(window))
-                    }
-                    Err(why) => Err(why),
-                }
+                self.agree_for_window(number, answer)?.and(reached)
             }
         };
-        match &window {
+        let for_copies = match &reached {
+            Err(why) => Err(why.clone()),
+            Ok(_) if !self.windows.for_copy_engines || self.launch.peers.is_none() => {
+                Err("they are off".to_owned())
+            }
+            // No operation in it would be long enough.
+            Ok(_) if bytes < least => Err(format!("it has {bytes} bytes, they are for at least {least}")),
+            Ok(reached) => self.window_for_copies(number, bytes, reached)?,
+        };
+        match &for_copies {
             Ok(_) => {
                 tracing::info!(target: log::INIT, "Window {number}: copy engines reach all ranks' parts");
             }
@@ -260,18 +289,41 @@ impl Communicator {
                 tracing::info!(target: log::INIT, "Window {number} is not for copy engines: {why}");
             }
         }
-        if let Ok(part) = part
-            && part.is_symmetric
-        {
+        if let Ok(part) = part {
             self.windows.add(Joined {
-                handle: part.handle,
+                part,
                 number,
-                address: part.address,
                 bytes: usize::try_from(bytes).unwrap_or(usize::MAX),
-                window: window.ok(),
+                reached,
+                window: for_copies.ok(),
             });
         }
         Ok(())
+    }
+
+    /// The window for copy engines; all ranks have one, or none.
+    fn window_for_copies(
+        &self,
+        number: u32,
+        bytes: u64,
+        reached: &Reached,
+    ) -> Result<std::result::Result<Arc<Window>, String>> {
+        let copy_engine = self.copy_engine();
+        let answer = copy_engine.as_ref().map(|_| &[][..]).map_err(String::as_str);
+        let agreed = self.agree_for_window(number, answer)?;
+        let copy_engine = match agreed.and(copy_engine) {
+            Ok(copy_engine) => copy_engine,
+            Err(why) => return Ok(Err(why)),
+        };
+        let peers = self.launch.peers.clone();
+        let peers = peers.ok_or_else(|| Error::internal("parts are reached without peers"))?;
+        Ok(Ok(Arc::new(Window {
+            peers,
+            addresses: reached.addresses.to_vec(),
+            scratch: self.scratch(number, bytes)?,
+            copy_engine,
+            memory: reached.memory.clone(),
+        })))
     }
 
     /// The first rank's reason, if any has one.
@@ -316,21 +368,22 @@ impl Communicator {
         Ok(why.map_or_else(|| Ok(all.into_iter().flatten().collect()), Err))
     }
 
-    /// This rank's offer for its part; `None` if windows are not for copy engines.
-    fn offer(&self, part: &Part) -> Option<Offer> {
-        if !self.windows.for_copy_engines {
-            return None;
+    /// This rank's offer for its part.
+    fn offer(&self, part: &Part) -> Offer {
+        if !part.is_symmetric {
+            return Err("registered without NCCL_WIN_COLL_SYMMETRIC".into());
         }
-        let peers = match (&self.launch.peers, part.is_symmetric) {
-            (None, _) => return Some(Err("ranks do not reach each other's memory".into())),
-            (_, false) => return Some(Err("registered without NCCL_WIN_COLL_SYMMETRIC".into())),
-            (Some(peers), true) => peers,
+        let Some(peers) = &self.launch.peers else {
+            let is_open = device::opened().is_some_and(|device| device.shares_addresses());
+            return is_open
+                .then_some((part.address as u64, part.bytes as u64, ExportedBuffer::default()))
+                .ok_or_else(|| "ranks do not reach each other's memory".into());
         };
         let export = self.on_device(|device| Ok(self.export(device, peers, part)));
         let export = export.map_err(|error| error.text).and_then(|export| {
             export.ok_or_else(|| format!("memory at {:#x} is closed to other ranks", part.address))
         });
-        Some(export.map(|export| (part.address as u64, part.bytes as u64, export)))
+        export.map(|export| (part.address as u64, part.bytes as u64, export))
     }
 
     /// The export of the buffer that this rank's part is in; `None` if some rank cannot reach it.
@@ -352,9 +405,11 @@ impl Communicator {
     }
 
     /// Finds the addresses by which this rank reaches all parts.
-    fn reach(&self, offers: &[Offer]) -> std::result::Result<Window, String> {
+    fn reach(&self, offers: &[Offer]) -> std::result::Result<Reached, String> {
         let none = || "ranks do not reach each other's memory".to_owned();
-        let peers = self.launch.peers.as_ref().ok_or_else(none)?;
+        let Some(peers) = &self.launch.peers else {
+            return self.reach_within_process(offers);
+        };
         let (mut addresses, mut memory) = (Vec::new(), Vec::new());
         for (rank, offer) in (0..).zip(offers) {
             let (address, _, export) = offer.clone()?;
@@ -371,12 +426,28 @@ impl Communicator {
             addresses.push(import.base + (address - export.start));
             memory.push(import as Arc<dyn Any + Send + Sync>);
         }
-        Ok(Window {
-            peers: peers.clone(),
-            addresses,
-            scratch: None,
-            copy_engine: self.copy_engine()?,
+        Ok(Reached {
+            addresses: addresses.into(),
             memory,
+        })
+    }
+
+    /// As [`Communicator::reach`], where only ranks of one process reach each other's memory.
+    fn reach_within_process(&self, offers: &[Offer]) -> std::result::Result<Reached, String> {
+        let process = |rank| {
+            let info = self.topology.info(rank);
+            (info.host_hash, info.pid, info.process_start_time)
+        };
+        let addresses = (0..).zip(offers).map(|(rank, offer)| {
+            let (address, ..) = offer.clone()?;
+            let is_here = process(rank) == process(self.rank);
+            is_here
+                .then_some(address)
+                .ok_or_else(|| format!("rank {rank} is another process, and shares no memory"))
+        });
+        Ok(Reached {
+            addresses: addresses.collect::<std::result::Result<_, _>>()?,
+            memory: Vec::new(),
         })
     }
 
@@ -391,13 +462,35 @@ impl Communicator {
         Ok(self.windows.copy_engine.get_or_init(|| made).clone())
     }
 
+    /// A handle for a window that is to be registered.
+    pub(crate) fn new_window_handle() -> usize {
+        // Relaxed: handles need to differ, they order nothing.
+        FIRST + STEP * GIVEN.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// What a program may ask of a window of this communicator, if it is one.
+    pub(crate) fn window_pointers(&self, handle: usize) -> Option<WindowPointers> {
+        let all = lock(&self.windows.all);
+        let joined = all.iter().find(|joined| joined.part.handle == handle)?;
+        let addresses = joined.reached.as_ref().map(|reached| reached.addresses.clone());
+        Some(WindowPointers {
+            own: joined.part.address,
+            bytes: joined.bytes,
+            addresses: addresses.map_err(Clone::clone),
+        })
+    }
+
     /// Deregisters a window.
     ///
     /// # Errors
     /// It is no window of this communicator.
     pub(crate) fn deregister_window(&self, handle: usize) -> Result<()> {
-        self.deregister("win", handle)?;
-        self.windows.remove(handle);
+        let registration = self.windows.remove(handle).ok_or_else(|| {
+            Error::usage(format!(
+                "win ({handle:#x}) is not registered with this communicator, or no longer"
+            ))
+        })?;
+        self.deregister("win", registration)?;
         // Retire finished launches, which would keep it: now, or with the next operation.
         if let Ok(mut planner) = self.planner.try_lock() {
             planner.queue.submitted.drain();
@@ -437,14 +530,23 @@ mod tests {
     fn a_buffer_is_found_in_the_first_window_that_holds_it() {
         let windows = Windows::new(true);
         assert!(windows.find(0x1000, 1).is_none());
-        for (number, handle, address, bytes) in
-            [(0, 1, 0x1000, 0x1000), (1, 2, 0x1000, 0x3000), (2, 2, 0x8000, 8)]
-        {
+        for (number, handle, address, bytes, is_symmetric) in [
+            (0, 1, 0x1000, 0x1000, true),
+            (1, 2, 0x1000, 0x3000, true),
+            (2, 3, 0x8000, 8, true),
+            (3, 4, 0x9000, 8, false),
+        ] {
             windows.add(Joined {
-                handle,
+                part: Part {
+                    handle,
+                    registration: 10 + handle,
+                    address,
+                    bytes,
+                    is_symmetric,
+                },
                 number,
-                address,
                 bytes,
+                reached: Err("a test".into()),
                 window: None,
             });
         }
@@ -461,9 +563,10 @@ mod tests {
         );
         // Not reached: no place that ranks must agree on.
         assert_eq!(windows.find(0x1000, 8).unwrap().place(&Request::example()), None);
-        windows.remove(2);
+        assert_eq!(found(0x9000, 8), None, "not symmetric");
+        assert_eq!(windows.remove(3), Some(13));
         assert_eq!((found(0x8000, 8), found(0x3ff8, 8)), (None, Some((1, 0x2ff8))));
-        windows.remove(2);
+        assert_eq!((windows.remove(2), windows.remove(2)), (Some(12), None));
         assert_eq!(found(0x3ff8, 8), None);
         assert_eq!(found(0x1000, 8), Some((0, 0)));
     }

@@ -137,6 +137,10 @@ impl Properties for HostDevice {
         "host"
     }
 
+    fn shares_addresses(&self) -> bool {
+        true
+    }
+
     fn supports(&self, algorithm: Algorithm) -> bool {
         ringsight_kernels::host::runs(algorithm)
     }

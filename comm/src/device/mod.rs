@@ -135,6 +135,11 @@ pub trait Properties {
         None
     }
 
+    /// Whether all ranks of a process reach its memory at the addresses that the program has.
+    fn shares_addresses(&self) -> bool {
+        false
+    }
+
     /// The longest time so far for which the operating system has kept a ready kernel from running. Zero for GPUs, whose kernels are not
     /// threads.
     fn longest_scheduling_delay(&self) -> Duration {

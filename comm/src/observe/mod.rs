@@ -267,7 +267,7 @@ mod tests {
         let header = pages().unwrap().header();
         let of_header = header.pid.load(Ordering::Relaxed);
         assert_eq!((of_header, pid()), (std::process::id(), std::process::id()));
-        assert_eq!(header.library_version.load(Ordering::Relaxed), 22809);
+        assert_eq!(header.library_version.load(Ordering::Relaxed), 23007);
         let (major, minor, patch) = (
             LIBRARY_VERSION / 10_000,
             LIBRARY_VERSION / 100 % 100,

@@ -10,14 +10,13 @@ use std::{
     },
 };
 
+pub use ringsight_comm_base::release::LIBRARY_VERSION;
 use ringsight_comm_base::{env, fork, process, sync::AtLeastOnce, sys};
 use ringsight_records::pages::{CAPTURED, CAPTURED_BITS, Geometry, Header, MEMFD_NAME, Pages};
 
-/// Version number that `ncclGetVersion` gives: 2.28.9.
-pub const LIBRARY_VERSION: u32 = 22809;
-/// The same as text, in the words that every release of NCCL has among its constants: tools tell a library file's version
+/// [`LIBRARY_VERSION`] as text, in the words that every release of NCCL has among its constants: tools tell a library file's version
 /// by it where no process runs it yet.
-pub static VERSION_BANNER: &str = "NCCL version 2.28.9";
+pub static VERSION_BANNER: &str = "NCCL version 2.30.7";
 
 /// Free slots of the table of captured operations, with each slot's generation.
 #[derive(Debug)]

@@ -482,13 +482,13 @@ pub fn place_of_process() -> Option<(UniqueIdBytes, usize, usize)> {
     Some((UniqueIdBytes(bytes), rank.parse().ok()?, ranks.parse().ok()?))
 }
 
-/// What `NCCL_CONFIG_INITIALIZER` of 2.28.9 sets.
+/// What `NCCL_CONFIG_INITIALIZER` of 2.30.7 sets.
 pub fn config() -> NcclConfig {
     const UNDEF: c_int = c_int::MIN;
     NcclConfig {
         size: size_of::<NcclConfig>(),
         magic: 0xcafe_beef,
-        version: 22809,
+        version: 23007,
         blocking: UNDEF,
         cga_cluster_size: UNDEF,
         min_ctas: UNDEF,
@@ -503,6 +503,10 @@ pub fn config() -> NcclConfig {
         nvls_ctas: UNDEF,
         n_channels_per_net_peer: UNDEF,
         nvlink_centric_sched: UNDEF,
+        graph_usage_mode: UNDEF,
+        num_rma_ctx: UNDEF,
+        max_p2p_peers: UNDEF,
+        graph_stream_ordering: UNDEF,
     }
 }
 

@@ -6,6 +6,7 @@
 mod compile;
 
 use std::{
+    collections::BTreeSet,
     env,
     path::{Path, PathBuf},
     process::Command,
@@ -71,6 +72,19 @@ pub fn exports() -> Vec<String> {
     run(Command::new("nm").args(["-D", "--defined-only"]).arg(library()))
         .lines()
         .filter_map(|line| line.split_ascii_whitespace().last().map(str::to_owned))
+        .collect()
+}
+
+/// Functions of the list that no shipped header declares: those of a younger NCCL.
+pub fn undeclared() -> BTreeSet<String> {
+    let list =
+        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("abi/exports.txt")).unwrap();
+    let (_, younger) = list.split_once("# What NCCL 2.32.3 has besides").unwrap();
+    younger
+        .lines()
+        .skip(1)
+        .take_while(|line| !line.is_empty())
+        .map(str::to_owned)
         .collect()
 }
 

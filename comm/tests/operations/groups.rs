@@ -19,7 +19,7 @@ fn sim_info() -> NcclSimInfo {
     NcclSimInfo {
         size: size_of::<NcclSimInfo>(),
         magic: SIM_INFO_MAGIC,
-        version: 22809,
+        version: 23007,
         estimated_time: -1.0,
     }
 }
