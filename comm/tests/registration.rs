@@ -212,7 +212,7 @@ fn windows_are_checked() {
             assert_eq!(win, 0);
         };
         refused(window(&rank, memory.0.wrapping_byte_add(64), 8, 0), "4096");
-        refused(window(&rank, memory.0, PAGE, 2), "winFlags (2)");
+        refused(window(&rank, memory.0, PAGE, 4), "winFlags (4)");
         refused(
             window(&rank, without_provenance_mut(usize::MAX - 4095), PAGE, 0),
             "no address",

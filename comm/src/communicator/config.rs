@@ -239,7 +239,7 @@ mod tests {
                 ("NCCL_MIN_CTAS", "0"),
                 ("NCCL_MAX_NCHANNELS", "-4"),
                 ("NCCL_CGA_CLUSTER_SIZE", "-1"),
-                ("NCCL_CTA_POLICY", "3"),
+                ("NCCL_CTA_POLICY", "4"),
                 ("NCCL_COMM_SPLIT_SHARE_RESOURCES", "2"),
             ],
         );
