@@ -25,7 +25,7 @@ use ringsight_records::{
 use crate::{
     error::Unavailable,
     host,
-    limits::{Deadline, POLL_TIME, STRIDE},
+    limits::{CpuBudget, POLL_TIME, STRIDE},
     multi,
     network::Network,
     procfs::ProcessDirectory,
@@ -232,9 +232,9 @@ impl Probes {
 
     /// Takes at most `limit` events out of the ring buffer, for [`POLL_TIME`] at most; `true` if it was drained before that.
     pub(crate) fn drain(&mut self, limit: usize, mut take: impl FnMut(Event)) -> bool {
-        let deadline = Deadline::after(POLL_TIME);
+        let budget = CpuBudget::of(POLL_TIME);
         for index in 1..=limit {
-            if index.is_multiple_of(STRIDE) && deadline.is_over() {
+            if index.is_multiple_of(STRIDE) && budget.is_spent() {
                 return false;
             }
             let Some(item) = self.ring.next() else { return true };

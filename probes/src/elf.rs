@@ -13,7 +13,7 @@ use object::{
 };
 
 use crate::limits::{
-    BUILD_ID_BYTES, Deadline, ELF_BYTES, ELF_CHAIN, ELF_SECTIONS, ELF_SEGMENTS, ELF_SYMBOLS, Limit,
+    BUILD_ID_BYTES, CpuBudget, ELF_BYTES, ELF_CHAIN, ELF_SECTIONS, ELF_SEGMENTS, ELF_SYMBOLS, Limit,
 };
 
 /// Bytes of a function's beginning that are kept: what is needed to tell what kind of site it is.
@@ -147,7 +147,7 @@ struct Table {
 pub(crate) struct Image<'a, S: ?Sized> {
     source: &'a S,
     blocks: &'a mut Blocks,
-    deadline: Deadline,
+    budget: CpuBudget,
     /// Bytes read so far.
     read: usize,
     sections: Vec<SectionHeader64<LE>>,
@@ -158,12 +158,12 @@ pub(crate) struct Image<'a, S: ?Sized> {
 
 impl<'a, S: Source + ?Sized> Image<'a, S> {
     /// Reads the file's headers.
-    pub(crate) fn open(source: &'a S, blocks: &'a mut Blocks, deadline: Deadline) -> Result<Self> {
+    pub(crate) fn open(source: &'a S, blocks: &'a mut Blocks, budget: CpuBudget) -> Result<Self> {
         blocks.clear();
         let mut image = Self {
             source,
             blocks,
-            deadline,
+            budget,
             read: 0,
             sections: Vec::new(),
             segments: Vec::new(),
@@ -219,7 +219,7 @@ impl<'a, S: Source + ?Sized> Image<'a, S> {
         let number = offset / BLOCK as u64;
         let block = self.blocks.block(number);
         if block.number != number {
-            self.deadline.check(Limit::SearchTime)?;
+            self.budget.check(Limit::SearchTime)?;
             if self.read > ELF_BYTES {
                 return Err(Limit::ElfBytes.into());
             }
@@ -448,7 +448,7 @@ impl<'a, S: Source + ?Sized> Image<'a, S> {
                 return Err(Limit::ElfSymbols.into());
             }
             if index % STRIDE as u64 == 0 {
-                self.deadline.check(Limit::SearchTime)?;
+                self.budget.check(Limit::SearchTime)?;
             }
             let symbol: Sym64<LE> = self.entry(symbols, index)?;
             let Some(address) = defined(&symbol) else { continue };
@@ -554,7 +554,7 @@ impl<'a, S: Source + ?Sized> Image<'a, S> {
             if done >= limit as u64 {
                 return Err(reached.into());
             }
-            self.deadline.check(Limit::SearchTime)?;
+            self.budget.check(Limit::SearchTime)?;
             let at = offset
                 .checked_add(done)
                 .filter(|at| *at < i64::MAX as u64 - PIECE as u64)
@@ -652,8 +652,8 @@ mod tests {
         std::fs::read(path).unwrap()
     }
 
-    fn soon() -> Deadline {
-        Deadline::after(Duration::from_secs(60))
+    fn soon() -> CpuBudget {
+        CpuBudget::of(Duration::from_secs(60))
     }
 
     #[test]
@@ -824,7 +824,7 @@ mod tests {
     #[test]
     fn nothing_is_read_once_time_is_over() {
         let (bytes, mut blocks) = (library(), Blocks::default());
-        let opened = Image::open(&bytes[..], &mut blocks, Deadline::after(Duration::ZERO));
+        let opened = Image::open(&bytes[..], &mut blocks, CpuBudget::of(Duration::ZERO));
         assert!(matches!(opened, Err(ElfError::Limit(Limit::SearchTime))));
     }
 

@@ -15,7 +15,7 @@ use rustix::fs::MemfdFlags;
 
 use crate::{
     elf::{Blocks, HEAD_BYTES, Image},
-    limits::{BUILD_ID_BYTES, Deadline, VARIABLE_BYTES},
+    limits::{BUILD_ID_BYTES, CpuBudget, VARIABLE_BYTES},
     look::Look,
     pages::{Mapped, Search},
     procfs::{Environment, Read, parse_stat, read_mappings, status_field},
@@ -31,8 +31,8 @@ pub type Target = fn(&[u8]);
 pub const TARGETS: [(&str, Target); 3] = [("elf", elf), ("pages", pages), ("procfs", procfs)];
 
 /// A time that a fuzzer's small inputs never take.
-fn soon() -> Deadline {
-    Deadline::after(Duration::from_secs(5))
+fn soon() -> CpuBudget {
+    CpuBudget::of(Duration::from_secs(5))
 }
 
 /// A library file.

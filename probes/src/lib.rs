@@ -21,10 +21,10 @@
 //!
 //! | layer | modules |
 //! |---|---|
-//! | the kernel and files | `limits`, `host`, `procfs` (`/proc/PID` and what it leads to), `kernel`, `elf`, `version`, `multi` (the `uprobe_multi` link), `network` (sites in the kernel's RDMA stack) |
+//! | the kernel and files | `limits`, `ask` (a thread that waits for what a target can keep back), `host`, `procfs` (`/proc/PID` and what it leads to), `kernel`, `elf`, `version`, `multi` (the `uprobe_multi` link), `network` (sites in the kernel's RDMA stack) |
 //! | what a target is | `sample`, `error`, `signature`, `target`, `site`, `process` |
 //! | what carries events | `attach` (eBPF), `account`, `pages` (shared memory), `stats` |
-//! | one process | `watch`, `look` |
+//! | one process | `survey`, `watch`, `look` |
 //! | all processes | `session` |
 //! | fuzzers' ways in | `fuzzing` |
 
@@ -34,6 +34,7 @@
 )]
 
 mod account;
+mod ask;
 mod attach;
 pub mod elf;
 pub mod error;
@@ -53,6 +54,7 @@ pub mod session;
 pub mod signature;
 pub mod site;
 mod stats;
+mod survey;
 pub mod target;
 mod version;
 mod watch;

@@ -2,11 +2,21 @@
 //!
 //! A target that stays within them is seen whole. Past one, the rest of the work goes on and [`LeftOut`] counts what was left out.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-/// Time to find the library of a target among the files that it maps, its version included. Past it, the files that are left are
-/// not looked at. Measured by the clock, so that neither a bomb nor a slow disk delays other targets for longer.
+/// Processor time to find the library of a target among the files that it maps, its version included. Past it, the files that are left are
+/// not looked at.
 pub const SEARCH_TIME: Duration = Duration::from_millis(80);
+/// Time, by the clock, for the kernel and the disks to answer what is asked about a target before it is watched. The records of other
+/// targets are taken meanwhile. Past it, the target is not watched.
+pub const ANSWER_TIME: Duration = Duration::from_secs(1);
+/// Time, by the clock, after which the next target is asked about, whether or not this one is answered.
+pub const TURN_TIME: Duration = Duration::from_millis(50);
+/// Time, by the clock, to check a reader that a target's lease names. Past it, nobody is named.
+pub const CHECK_TIME: Duration = Duration::from_millis(20);
+/// Questions about readers and about processes that are only looked at that are open at a time. Past them, nothing is asked: the answer is as
+/// if the time were over.
+pub const UNANSWERED: usize = 8;
 /// Bytes of `/proc/PID/maps`, about 100 a mapping. Past them, mappings are not seen.
 pub const MAPS_BYTES: usize = 16 << 20;
 /// Files that a target maps as code. Past them, files are not looked at.
@@ -20,7 +30,7 @@ pub const ENVIRONMENT_BYTES: usize = 2 << 20;
 pub const VARIABLE_BYTES: usize = 16 << 10;
 /// Descriptors of a target that one look for its pages goes through. The next look, 50 ms later, goes on behind them.
 pub const DESCRIPTORS: usize = 4096;
-/// Time to go through all descriptors of a target that is only looked at (`list`, `snapshot`). Past it, it has no pages.
+/// Processor time to go through all descriptors of a target that is only looked at (`list`, `snapshot`). Past it, it has no pages.
 pub const DESCRIPTORS_TIME: Duration = Duration::from_secs(1);
 /// Records that one poll takes from the rings of all targets, dealt to them in equal parts. Past them, the rest waits for the next poll, which
 /// is due at once: [`Session::is_behind`](crate::Session::is_behind).
@@ -31,9 +41,10 @@ pub const POLL_RECORDS_EACH: usize = 128;
 pub const POLL_EVENTS: usize = 8192;
 /// Time that a target which has ended is read on, as others may hold its pages and go on writing. Past it, the rest is counted as lost.
 pub const END_TIME: Duration = Duration::from_secs(1);
-/// Time that one poll spends on the records in one target's ring, and on those in the kernel's. Past it, the rest waits for the next poll.
+/// Processor time that one poll spends on the records in one target's ring, and on those in the kernel's. Past it, the rest waits for the next
+/// poll.
 pub const POLL_TIME: Duration = Duration::from_millis(20);
-/// Time that letting go of targets spends on what is left in their rings. Past it, the rest is counted as lost.
+/// Processor time that letting go of targets spends on what is left in their rings. Past it, the rest is counted as lost.
 pub const LET_GO_TIME: Duration = Duration::from_millis(100);
 /// Samples that letting go of targets makes of what is left. Past them, the rest is counted as lost.
 pub const LET_GO_SAMPLES: usize = 1 << 18;
@@ -66,6 +77,8 @@ pub const CONSTANTS_BYTES: usize = 64 << 20;
 pub enum Limit {
     /// [`SEARCH_TIME`]
     SearchTime,
+    /// [`ANSWER_TIME`]
+    AnswerTime,
     /// [`MAPS_BYTES`]
     Maps,
     /// [`MAPPED_FILES`]
@@ -96,8 +109,9 @@ pub enum Limit {
 
 impl Limit {
     /// Every limit, in the order of their numbers.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 15] = [
         Self::SearchTime,
+        Self::AnswerTime,
         Self::Maps,
         Self::MappedFiles,
         Self::Text,
@@ -118,6 +132,7 @@ impl Limit {
     pub const fn name(self) -> &'static str {
         match self {
             Self::SearchTime => "search_time",
+            Self::AnswerTime => "answer_time",
             Self::Maps => "maps",
             Self::MappedFiles => "mapped_files",
             Self::Text => "text",
@@ -139,6 +154,7 @@ impl Limit {
     pub const fn bound(self) -> u64 {
         (match self {
             Self::SearchTime => SEARCH_TIME.as_millis() as usize,
+            Self::AnswerTime => ANSWER_TIME.as_millis() as usize,
             Self::Maps => MAPS_BYTES,
             Self::MappedFiles => MAPPED_FILES,
             Self::Text => TEXT_BYTES,
@@ -159,7 +175,7 @@ impl Limit {
     #[must_use]
     pub const fn unit(self) -> &'static str {
         match self {
-            Self::SearchTime | Self::Descriptors => "ms",
+            Self::SearchTime | Self::AnswerTime | Self::Descriptors => "ms",
             Self::MappedFiles => "files",
             Self::ElfSections => "sections",
             Self::ElfSegments => "segments",
@@ -171,6 +187,7 @@ impl Limit {
     const fn what(self) -> &'static str {
         match self {
             Self::SearchTime => "going through its files takes too long",
+            Self::AnswerTime => "the kernel takes too long to answer about it",
             Self::Maps => "its list of mappings is too long",
             Self::MappedFiles => "it maps too many files",
             Self::Text => "a text of the kernel about it is too long",
@@ -226,23 +243,32 @@ impl LeftOut {
 /// Events between two looks at the clock.
 pub(crate) const STRIDE: usize = 256;
 
-/// When looking at one target has to end.
+/// Processor time of the calling thread that something may take. Unlike time by the clock, it goes on neither while a disk is read nor
+/// while this thread is kept from running, so a busy machine or a small share of it fails no honest target.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Deadline(Instant);
+pub(crate) struct CpuBudget(Duration);
 
-impl Deadline {
-    pub(crate) fn after(time: Duration) -> Self {
-        Self(Instant::now() + time)
+impl CpuBudget {
+    /// So much from now on, for this thread.
+    pub(crate) fn of(time: Duration) -> Self {
+        Self(thread_time() + time)
     }
 
-    pub(crate) fn is_over(self) -> bool {
-        Instant::now() >= self.0
+    /// Whether it is used up. For the thread that it was made by.
+    pub(crate) fn is_spent(self) -> bool {
+        thread_time() >= self.0
     }
 
-    /// `Err` with `limit` once the time is over.
+    /// `Err` with `limit` once it is used up.
     pub(crate) fn check(self, limit: Limit) -> Result<(), Limit> {
-        if self.is_over() { Err(limit) } else { Ok(()) }
+        if self.is_spent() { Err(limit) } else { Ok(()) }
     }
+}
+
+/// Processor time of this thread so far.
+fn thread_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32)
 }
 
 #[cfg(test)]

@@ -9,8 +9,9 @@ use ringsight_records::{
 };
 
 use crate::{
+    ask,
     error::AttachError,
-    limits::{DESCRIPTORS_TIME, Deadline},
+    limits::{ANSWER_TIME, CpuBudget, DESCRIPTORS_TIME, Limit},
     pages::Mapped,
     procfs::ProcessDirectory,
     target::process_error,
@@ -43,9 +44,16 @@ pub struct Look {
 /// # Errors
 /// No such process, no right to look, or pages that cannot be read.
 pub fn look(pid: u32) -> Result<Look, AttachError> {
+    ask::within(ANSWER_TIME, move || look_at(pid)).unwrap_or(Err(AttachError::Limit {
+        pid,
+        limit: Limit::AnswerTime,
+    }))
+}
+
+fn look_at(pid: u32) -> Result<Look, AttachError> {
     let directory = ProcessDirectory::open(pid).map_err(|error| process_error(pid, "fd", &error))?;
-    let deadline = Deadline::after(DESCRIPTORS_TIME);
-    let Some(mapped) = Mapped::find_among_all(&directory, deadline)? else {
+    let budget = CpuBudget::of(DESCRIPTORS_TIME);
+    let Some(mapped) = Mapped::find_among_all(&directory, budget)? else {
         return Ok(Look::default());
     };
     Ok(Look::at(&mapped))

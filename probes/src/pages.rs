@@ -32,7 +32,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use crate::{
     account::{Base, ByKind},
     error::{AttachError, LeaseHolder, Refusal},
-    limits::{DESCRIPTORS, Deadline, Limit, POLL_TIME, STRIDE},
+    limits::{CpuBudget, DESCRIPTORS, Limit, POLL_TIME, STRIDE},
     process::{innermost_pid, is_gone, may_read, now_ns},
     procfs::{Descriptors, FileKey, Linked, ProcessDirectory},
     target::process_error,
@@ -222,8 +222,7 @@ enum Candidate {
 
 /// Looks at a file before it is mapped.
 fn examine(linked: &Linked) -> io::Result<Candidate> {
-    let about = linked.about();
-    if !linked.is_regular() || about.st_nlink != 0 || about.st_dev != memory_device()? {
+    if !linked.is_regular || linked.links != 0 || linked.key.device != memory_device()? {
         return Ok(Candidate::Refused(Refusal::NotMemory));
     }
     // Opening a memory file does nothing but open it.
@@ -287,10 +286,10 @@ impl Mapped {
     /// The same, with a look at every descriptor.
     ///
     /// # Errors
-    /// Also [`Limit::Descriptors`], if that takes longer than `deadline`.
+    /// Also [`Limit::Descriptors`], if that takes longer than `budget`.
     pub(crate) fn find_among_all(
         directory: &ProcessDirectory,
-        deadline: Deadline,
+        budget: CpuBudget,
     ) -> Result<Option<Self>, AttachError> {
         let mut search = Search::default();
         loop {
@@ -298,7 +297,7 @@ impl Mapped {
             if found.is_some() || !search.is_under_way() {
                 return Ok(found);
             }
-            if deadline.is_over() {
+            if budget.is_spent() {
                 return Err(AttachError::Limit {
                     pid: directory.pid(),
                     limit: Limit::Descriptors,
@@ -354,7 +353,7 @@ impl Mapped {
         if owner != inner || Some(started) != directory.start_time() {
             return Ok(None);
         }
-        Ok(Some(Self::new(mapping, FileKey::of(linked.about()))))
+        Ok(Some(Self::new(mapping, linked.key)))
     }
 
     /// The pages in a file, whoever they belong to; `None` if they cannot be read. For the fuzzer.
@@ -399,7 +398,9 @@ impl Mapped {
     pub(crate) fn holder(&self, holder: &Holder, own: &Reader, directory: &ProcessDirectory) -> LeaseHolder {
         match &holder.reader {
             Some(reader) if reader.namespace() != own.namespace() => LeaseHolder::OtherNamespace,
-            Some(reader) if may_read(reader, own, directory, self.key) => LeaseHolder::Process(reader.pid()),
+            Some(reader) if may_read(reader, own, directory.effective_user(), self.key) => {
+                LeaseHolder::Process(reader.pid())
+            }
             Some(_) => LeaseHolder::Unverified,
             None => LeaseHolder::Unnamed,
         }
@@ -547,10 +548,10 @@ impl Mapped {
         // A reader that was stopped so long that another one has the ring leaves that one its records.
         if pages.header().lease.is_in(term) {
             let (cursor, slots) = (&pages.header().cursor, pages.ring());
-            let deadline = Deadline::after(POLL_TIME);
+            let budget = CpuBudget::of(POLL_TIME);
             let mut passes = slots.len();
             while left > 0 {
-                if left.is_multiple_of(STRIDE) && deadline.is_over() {
+                if left.is_multiple_of(STRIDE) && budget.is_spent() {
                     left = 0;
                     break;
                 }
@@ -707,8 +708,8 @@ pub(crate) mod tests {
         let place = DESCRIPTORS as i32 + 500;
         let pages = rustix::io::fcntl_dupfd_cloexec(file(SEALS, std::process::id()), place).unwrap();
         let directory = own();
-        let deadline = Deadline::after(std::time::Duration::from_secs(60));
-        assert!(Mapped::find_among_all(&directory, deadline).unwrap().is_some());
+        let budget = CpuBudget::of(std::time::Duration::from_secs(60));
+        assert!(Mapped::find_among_all(&directory, budget).unwrap().is_some());
         // A look of a session goes on where the last one ended.
         let mut search = Search::default();
         let first = Mapped::find(&directory, &mut search, Access::Lease).unwrap();

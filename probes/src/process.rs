@@ -7,16 +7,16 @@ use std::{
         fd::{AsRawFd as _, FromRawFd as _, OwnedFd},
         unix::fs::FileExt as _,
     },
-    time::Duration,
 };
 
 use ringsight_records::pages::Reader;
 
 use crate::{
+    ask,
     error::AttachError,
     host,
-    limits::{Deadline, LeftOut, Limit},
-    procfs::{self, FileKey, ProcessDirectory, parse_stat, status_field},
+    limits::{ANSWER_TIME, CHECK_TIME, CpuBudget, LeftOut, Limit},
+    procfs::{self, Environment, FileKey, ProcessDirectory, parse_stat, status_field},
     sample::{Owner, Process},
     target::{Flavour, Library, process_error},
 };
@@ -24,7 +24,7 @@ use crate::{
 /// The variable that names the host for the library.
 const HOST_ID: &str = "NCCL_HOSTID";
 
-/// That, and the environment variables that are handed on for resource attributes.
+/// The same, and the environment variables that are handed on for resource attributes.
 const ENVIRONMENT: [&str; 17] = [
     HOST_ID,
     "OTEL_SERVICE_NAME",
@@ -82,44 +82,47 @@ pub(crate) fn is_gone(own: &Reader, reader: &Reader) -> bool {
     if !exists {
         return true;
     }
-    // It may be a zombie, or another process of that number. A `/proc` of our own namespace tells.
-    let stat = || ProcessDirectory::open(reader.pid())?.text("stat");
-    procfs::shows_own_namespace()
-        && stat().is_ok_and(|stat| parse_stat(&stat).is_none_or(|started| started != reader.start_time()))
+    // It may be a zombie, or another process of that number. A `/proc` of our own namespace tells. It may also be a process of the target's own
+    // that keeps the answer back.
+    let reader = *reader;
+    let is_another = move || {
+        let stat = || ProcessDirectory::open(reader.pid())?.text("stat");
+        procfs::shows_own_namespace()
+            && stat().is_ok_and(|stat| parse_stat(&stat).is_none_or(|started| started != reader.start_time()))
+    };
+    ask::within(CHECK_TIME, is_another).unwrap_or(false)
 }
 
-/// Longest time that checking a reader may take: it is done for a message.
-const CHECK_TIME: Duration = Duration::from_millis(20);
-
-/// Whether the kernel says that the process by which a lease is signed may be the one that reads `pages`, the shared pages of `target`: it
-/// exists, it started when the lease says, it has the pages mapped, and its user is root, the target's, or this process's. The
-/// lease itself is what the target wrote there.
-pub(crate) fn may_read(reader: &Reader, own: &Reader, target: &ProcessDirectory, pages: FileKey) -> bool {
-    if own.namespace() == 0 || own.namespace() != reader.namespace() || !procfs::shows_own_namespace() {
+/// Whether the kernel says that the process by which a lease is signed may be the one that reads `pages`, the shared pages of a process of
+/// user `owner`: it exists, it started when the lease says, it has the pages mapped, and its user is root, the owner, or this
+/// process's. The lease itself is what the owner wrote there.
+pub(crate) fn may_read(reader: &Reader, own: &Reader, owner: Option<u32>, pages: FileKey) -> bool {
+    if own.namespace() == 0 || own.namespace() != reader.namespace() {
         return false;
     }
-    let Ok(directory) = ProcessDirectory::open(reader.pid()) else {
-        return false;
+    let reader = *reader;
+    let is_reader = move || {
+        let directory = ProcessDirectory::open(reader.pid()).ok();
+        let Some(directory) = directory.filter(|_| procfs::shows_own_namespace()) else {
+            return false;
+        };
+        let own_user = ProcessDirectory::own().ok().and_then(|own| own.effective_user());
+        let user = directory.effective_user();
+        user.is_some()
+            && [Some(0), owner, own_user].contains(&user)
+            && directory.start_time() == Some(reader.start_time())
+            && directory.maps_file(pages, CpuBudget::of(CHECK_TIME))
     };
-    let user = directory.effective_user();
-    let users = [
-        Some(0),
-        target.effective_user(),
-        ProcessDirectory::own().ok().and_then(|own| own.effective_user()),
-    ];
-    user.is_some()
-        && users.contains(&user)
-        && directory.start_time() == Some(reader.start_time())
-        && directory.maps_file(pages, Deadline::after(CHECK_TIME))
+    // It may be a process of the target's own that keeps the answer back.
+    ask::within(CHECK_TIME, is_reader).unwrap_or(false)
 }
 
 /// Whether a process is stopped by a signal or a debugger; `None` if it is gone.
 #[must_use]
 pub fn is_stopped(pid: u32) -> Option<bool> {
-    let stat = ProcessDirectory::open(pid).ok()?.text("stat").ok()?;
-    // The name, in parentheses, may hold anything; the state follows it.
-    let state = stat.rsplit(')').next()?.split_whitespace().next()?;
-    Some(matches!(state, "T" | "t"))
+    let status = ProcessDirectory::open(pid).ok()?.text("status").ok()?;
+    let state = status_field(&status, "State:")?;
+    Some(state.starts_with(['T', 't']))
 }
 
 /// `CLOCK_MONOTONIC` in nanoseconds.
@@ -187,39 +190,32 @@ pub(crate) fn ended(pidfds: &[&OwnedFd]) -> Vec<bool> {
 
 /// The program that a process runs, as long as it runs it.
 ///
-/// `/proc/<pid>/maps` belongs to the memory that the process had when the file was opened. After `execve`, of the same
-/// executable even, that memory is gone and the file empty, while pid, start time and pidfd are as before.
+/// `/proc/PID/pagemap` belongs to the memory that the process had when the file was opened. After `execve`, of the same executable even,
+/// that memory is gone and the file empty, while pid, start time and pidfd are as before.
 #[derive(Debug)]
 pub(crate) struct Program(File);
 
 impl Program {
     /// The program that the process runs now.
     pub(crate) fn of(directory: &ProcessDirectory) -> io::Result<Self> {
-        directory.open_text("maps").map(Self)
+        match directory.open_text("pagemap") {
+            // A kernel without it. Reading `maps` waits for a lock that the process can hold.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => directory.open_text("maps").map(Self),
+            opened => opened.map(Self),
+        }
     }
 
     /// Whether the process, still running, has begun another program since.
     pub(crate) fn is_replaced(&self, directory: &ProcessDirectory) -> bool {
-        let is_empty = |file: &File| file.read_at(&mut [0], 0).is_ok_and(|bytes| bytes == 0);
-        // A process that is ending has no memory either, and never will again.
-        is_empty(&self.0) && Self::of(directory).is_ok_and(|now| !is_empty(&now.0))
+        // A process that is ending has no memory either, and never will again. To open its `pagemap` anew would tell as well, but that waits
+        // for the end of an `execve`, which can be kept from ending.
+        self.is_empty() && directory.has_memory()
     }
-}
 
-/// The variable `name` of a process's environment as it was started; `None` if it has none of that name.
-///
-/// # Errors
-/// If the environment cannot be read, or the value is not UTF-8, or what is asked for may lie past a limit
-/// ([`ENVIRONMENT_BYTES`](crate::limits::ENVIRONMENT_BYTES), [`VARIABLE_BYTES`](crate::limits::VARIABLE_BYTES)).
-pub fn environment_variable(pid: u32, name: &str) -> io::Result<Option<String>> {
-    let environment = ProcessDirectory::open(pid)?.environment()?;
-    match environment.variables(&[name]) {
-        [Some(found)] if found.is_cut => Err(io::Error::other(Limit::Variable)),
-        [Some(found)] => str::from_utf8(found.value)
-            .map(|value| Some(value.to_owned()))
-            .map_err(|_| io::Error::new(io::ErrorKind::InvalidData, format!("{name} is not UTF-8"))),
-        [None] if environment.is_cut() => Err(io::Error::other(Limit::Environment)),
-        [None] => Ok(None),
+    /// Whether the memory is gone. As long as it is not, to read a part of one of `pagemap`'s entries is an error, and that is found out
+    /// before any lock is taken.
+    fn is_empty(&self) -> bool {
+        self.0.read_at(&mut [0], 0).is_ok_and(|bytes| bytes == 0)
     }
 }
 
@@ -245,58 +241,102 @@ pub fn owner_of(pid: u32) -> Owner {
     )
 }
 
+/// What a process says of itself.
+#[derive(Debug)]
+pub(crate) struct Said {
+    /// Its name.
+    name: String,
+    /// The host identity in its environment.
+    host: Option<String>,
+    /// Other variables that are handed on.
+    environment: Vec<(String, String)>,
+    /// The variable that the session wants.
+    pub(crate) variable: Result<Option<String>, String>,
+}
+
+impl Said {
+    /// Reads name and environment.
+    pub(crate) fn by(directory: &ProcessDirectory, variable: Option<&str>, left_out: &mut LeftOut) -> Self {
+        let read = directory.environment();
+        let variable = match (variable, &read) {
+            (None, _) => Ok(None),
+            (Some(name), Ok(environment)) => whole_variable(environment, name),
+            (Some(_), Err(problem)) => Err(problem.to_string()),
+        };
+        // Another user's environment may be unreadable; then there is none.
+        let environment = read.unwrap_or_default();
+        if environment.is_cut() {
+            left_out.count(Limit::Environment);
+        }
+        let mut host = None;
+        let mut variables = Vec::new();
+        for (name, found) in ENVIRONMENT.iter().zip(environment.variables(&ENVIRONMENT)) {
+            let Some(found) = found else { continue };
+            if found.is_cut {
+                left_out.count(Limit::Variable);
+            }
+            let value = String::from_utf8_lossy(found.value).into_owned();
+            if *name == HOST_ID {
+                host = Some(value).filter(|host| !host.is_empty());
+            } else {
+                variables.push(((*name).to_owned(), value));
+            }
+        }
+        Self {
+            name: directory.text("comm").unwrap_or_default().trim_end().to_owned(),
+            host,
+            environment: variables,
+            variable,
+        }
+    }
+}
+
+/// The variable `name` of an environment; `None` if it has none of that name. It must be UTF-8 and within its limits.
+fn whole_variable(environment: &Environment, name: &str) -> Result<Option<String>, String> {
+    match environment.variables(&[name]) {
+        [Some(found)] if found.is_cut => Err(Limit::Variable.to_string()),
+        [Some(found)] => str::from_utf8(found.value)
+            .map(|value| Some(value.to_owned()))
+            .map_err(|_| format!("{name} is not UTF-8")),
+        [None] if environment.is_cut() => Err(Limit::Environment.to_string()),
+        [None] => Ok(None),
+    }
+}
+
 /// Describes a process for the collector. `pages` are library version and host identity that the library wrote into its pages, if it has
 /// any.
 pub(crate) fn describe(
     directory: &ProcessDirectory,
     started: u64,
+    said: Said,
     library: &Library,
     pages: Option<(u32, String)>,
-    left_out: &mut LeftOut,
 ) -> Process {
-    // Another user's environment may be unreadable; then there is none.
-    let environment = directory.environment().unwrap_or_default();
-    if environment.is_cut() {
-        left_out.count(Limit::Environment);
-    }
-    let variables = environment.variables(&ENVIRONMENT);
-    let variables = ENVIRONMENT.iter().zip(variables).filter_map(|(name, found)| {
-        let found = found?;
-        if found.is_cut {
-            left_out.count(Limit::Variable);
-        }
-        Some((
-            (*name).to_owned(),
-            String::from_utf8_lossy(found.value).into_owned(),
-        ))
-    });
-    let mut variables = variables.peekable();
-    // It comes first in the list, and is no attribute.
-    let host = variables
-        .next_if(|(name, _)| name == HOST_ID)
-        .map(|(_, host)| host)
-        .filter(|host| !host.is_empty());
     let (version, page_host) = pages.unwrap_or_default();
     let named = Some(page_host).filter(|host| !host.is_empty());
-    let host_name = host.clone().or(named).unwrap_or_else(host_name);
+    let host_name = said.host.clone().or(named).unwrap_or_else(host_name);
     Process {
         pid: directory.pid(),
         start_time: started,
-        name: directory.text("comm").unwrap_or_default().trim_end().to_owned(),
+        name: said.name,
         library: library.path.clone(),
         library_version: if version == 0 { library.version } else { version },
-        host_id: host.unwrap_or_else(machine_id),
+        host_id: said.host.unwrap_or_else(machine_id),
         host_name,
         owner: owner(directory),
         instrumented: library.flavour == Flavour::Instrumented,
-        environment: variables.collect(),
+        environment: said.environment,
     }
 }
 
 /// The host of a process as its spans have it: `NCCL_HOSTID` of its environment, else `named`, else the machine's name.
 #[must_use]
 pub fn host_of(pid: u32, named: &str) -> String {
-    let given = environment_variable(pid, HOST_ID).ok().flatten();
+    let given = move || {
+        let environment = ProcessDirectory::open(pid).ok()?.environment().ok()?;
+        whole_variable(&environment, HOST_ID).ok()?
+    };
+    let given = ask::within(ANSWER_TIME, given).flatten();
     let mut names = given.into_iter().chain([named.to_owned()]);
     names.find(|name| !name.is_empty()).unwrap_or_else(host_name)
 }
@@ -381,13 +421,14 @@ mod tests {
         // Once it has echoed a byte it is `cat` for certain, and has its own environment.
         child.stdin.as_mut().unwrap().write_all(b"x").unwrap();
         child.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
-        let of = |name| environment_variable(child.id(), name);
+        let directory = ProcessDirectory::open(child.id()).unwrap();
+        let of = |name| Said::by(&directory, Some(name), &mut LeftOut::default()).variable;
         assert_eq!(of("MYJOB").unwrap().as_deref(), Some("seven"));
         assert_eq!(of("MYJOB_").unwrap(), None);
         assert!(of("LATIN").is_err());
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(environment_variable(child.id(), "MYJOB").is_err());
+        assert!(of("MYJOB").is_err());
     }
 
     #[test]

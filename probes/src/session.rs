@@ -5,6 +5,7 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
+    io,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -16,21 +17,21 @@ use ringsight_records::{
 };
 
 use crate::{
+    ask::Question,
     attach::{Event, Probes, RECORD_BYTES},
     error::{AttachError, Unavailable},
     kernel,
     limits::{
-        Deadline, END_TIME, LET_GO_SAMPLES, LET_GO_TIME, LeftOut, POLL_EVENTS, POLL_RECORDS,
-        POLL_RECORDS_EACH, SEARCH_TIME,
+        ANSWER_TIME, CpuBudget, END_TIME, LET_GO_SAMPLES, LET_GO_TIME, LeftOut, Limit, POLL_EVENTS,
+        POLL_RECORDS, POLL_RECORDS_EACH, TURN_TIME,
     },
     network::{self, SiteState},
-    pages::{Access, Mapped, Search},
-    process::{self, Program, now_ns},
-    procfs::ProcessDirectory,
+    process::{self, now_ns},
     sample::{Carrier, Process, Sample, Source},
     site::{self, Site},
     stats::{Counters, ProbeStats},
-    target::{self, Flavour},
+    survey::{Survey, Surveyed},
+    target::Flavour,
     watch::{Through, Watched, leased},
 };
 use state::Target;
@@ -46,6 +47,8 @@ const EVENTS_HELD: u64 = RING_BYTES as u64 / RECORD_BYTES + 1;
 const TALLY_NS: u64 = 20_000_000;
 /// How often to look whether processes still run the program that was attached to.
 const PROGRAM_NS: u64 = 50_000_000;
+/// How often the others' records are taken while a process is looked at: what the buffers are sized for.
+const TICK: Duration = Duration::from_millis(1);
 /// How long letting go waits for events that were counted and have not come.
 const REST: Duration = Duration::from_millis(5);
 
@@ -56,6 +59,8 @@ pub struct Attached {
     pub process: Arc<Process>,
     /// Sites that its library is probed at; empty with the ring alone.
     pub sites: Vec<Site>,
+    /// Its [`Options::variable`]; `None` if it was started without. Or why that cannot be told.
+    pub variable: Result<Option<String>, String>,
     /// How long it took.
     pub elapsed: Duration,
     /// What carries sparse records that the ring does not take; [`Carrier::Ring`] where eBPF is not available.
@@ -68,6 +73,8 @@ pub struct Session {
     probes: Option<Probes>,
     unavailable: Option<Unavailable>,
     targets: BTreeMap<u32, Target>,
+    /// Questions about processes that were not answered in time.
+    unanswered: HashMap<u32, Question<Surveyed>>,
     /// Final counters of processes that have ended or were let go.
     finished: HashMap<u32, Counters>,
     past: ProbeStats,
@@ -127,6 +134,7 @@ impl Session {
             probes,
             unavailable,
             targets: BTreeMap::new(),
+            unanswered: HashMap::new(),
             finished: HashMap::new(),
             past: ProbeStats::default(),
             left_out: LeftOut::default(),
@@ -174,9 +182,96 @@ impl Session {
     /// See [`AttachError`]; the session and its other processes are as before.
     pub fn attach(&mut self, pid: u32) -> Result<Attached, AttachError> {
         let begun = Instant::now();
-        let directory = process::directory_of(pid)?;
-        let mut left_out = LeftOut::default();
-        let attached = self.attach_to(directory, &mut left_out, begun);
+        let question = self.question(pid)?;
+        let surveyed = self.answer(pid, &question, ANSWER_TIME, &|| false);
+        self.attach_surveyed(pid, question, surveyed, begun)
+    }
+
+    /// Begins to watch each of `pids` until `is_over`, and hands on what came of each. What is not reached until then is not handed on.
+    ///
+    /// A process that keeps back what is asked about it holds up the next one by [`TURN_TIME`], and itself alone for longer.
+    pub fn attach_all(
+        &mut self,
+        pids: &[u32],
+        is_over: impl Fn() -> bool,
+        mut each: impl FnMut(u32, Result<Attached, AttachError>),
+    ) {
+        let mut late = Vec::new();
+        for pid in pids {
+            if is_over() {
+                return;
+            }
+            let begun = Instant::now();
+            let question = match self.question(*pid) {
+                Ok(question) => question,
+                Err(error) => {
+                    each(*pid, Err(error));
+                    continue;
+                }
+            };
+            match self.answer(*pid, &question, TURN_TIME, &is_over) {
+                Ok(None) => late.push((*pid, question, begun)),
+                surveyed => each(*pid, self.attach_surveyed(*pid, question, surveyed, begun)),
+            }
+        }
+        for (pid, question, begun) in late {
+            let left = ANSWER_TIME.saturating_sub(begun.elapsed());
+            let surveyed = self.answer(pid, &question, left, &is_over);
+            if is_over() {
+                return;
+            }
+            each(pid, self.attach_surveyed(pid, question, surveyed, begun));
+        }
+    }
+
+    /// The question about a process: the one that is still open, or a new one.
+    fn question(&mut self, pid: u32) -> Result<Question<Surveyed>, AttachError> {
+        if let Some(question) = self.unanswered.remove(&pid) {
+            return Ok(question);
+        }
+        Survey::begin(pid, self.options.variable.as_deref()).map_err(|error| unasked(pid, &error))
+    }
+
+    /// Waits for `time` at most, and takes the records of watched processes meanwhile.
+    fn answer(
+        &mut self,
+        pid: u32,
+        question: &Question<Surveyed>,
+        time: Duration,
+        is_over: &impl Fn() -> bool,
+    ) -> Result<Option<Surveyed>, AttachError> {
+        let begun = Instant::now();
+        loop {
+            let answer = question
+                .answer_within(TICK)
+                .map_err(|error| unasked(pid, &error))?;
+            if answer.is_some() || begun.elapsed() >= time || is_over() {
+                return Ok(answer);
+            }
+            if self.ready.len() < LET_GO_SAMPLES {
+                let pids: Vec<u32> = self.pids().collect();
+                let mut samples = std::mem::take(&mut self.ready);
+                self.drain_both(&pids, &mut samples);
+                self.ready = samples;
+            }
+        }
+    }
+
+    /// Attaches to a process, if the question about it was answered.
+    fn attach_surveyed(
+        &mut self,
+        pid: u32,
+        question: Question<Surveyed>,
+        surveyed: Result<Option<Surveyed>, AttachError>,
+        begun: Instant,
+    ) -> Result<Attached, AttachError> {
+        let Some((surveyed, mut left_out)) = surveyed? else {
+            self.unanswered.insert(pid, question);
+            let limit = Limit::AnswerTime;
+            self.left_out.count(limit);
+            return Err(AttachError::Limit { pid, limit });
+        };
+        let attached = surveyed.and_then(|survey| self.attach_to(survey, begun));
         if let Err(AttachError::Refused { .. }) = &attached {
             left_out.pages_refused += 1;
         }
@@ -192,22 +287,21 @@ impl Session {
         attached
     }
 
-    fn attach_to(
-        &mut self,
-        directory: ProcessDirectory,
-        left_out: &mut LeftOut,
-        begun: Instant,
-    ) -> Result<Attached, AttachError> {
+    fn attach_to(&mut self, survey: Survey, begun: Instant) -> Result<Attached, AttachError> {
+        let Survey {
+            directory,
+            started,
+            pidfd,
+            program,
+            library,
+            said,
+            pages: found,
+            search,
+        } = survey;
         let pid = directory.pid();
         if self.targets.contains_key(&pid) {
             return Err(AttachError::Twice { pid });
         }
-        let gone = AttachError::Gone { pid };
-        let started = directory.start_time().ok_or(gone.clone())?;
-        let pidfd = process::pidfd(pid).map_err(|error| target::process_error(pid, "pidfd", &error))?;
-        // Before the library is looked for: another program from here on is noticed.
-        let program = Program::of(&directory).map_err(|error| target::process_error(pid, "maps", &error))?;
-        let library = target::find_within(&directory, Deadline::after(SEARCH_TIME), left_out)?;
         let kernel = if self.options.force_nop1 {
             (0, 0)
         } else {
@@ -216,9 +310,8 @@ impl Session {
         let sites = site::plan(&library, kernel);
         let instrumented = library.flavour == Flavour::Instrumented;
 
-        let mut search = Search::default();
         let mut pages = None;
-        if instrumented && let Some(mut found) = Mapped::find(&directory, &mut search, Access::Lease)? {
+        if let Some(mut found) = found {
             // Before any probe is placed: a second reader must not disturb the first. The ring is armed from here on, and what it has no room for
             // before the probes are in place is lost.
             match found.lease(&self.own, self.mask()) {
@@ -253,15 +346,16 @@ impl Session {
             return Err(AttachError::Ebpf { pid, unavailable });
         }
         let identity = pages.as_ref().map(|(pages, _)| pages.identity());
-        let process = process::describe(&directory, started, &library, identity, left_out);
+        let variable = said.variable.clone();
+        let process = process::describe(&directory, started, said, &library, identity);
         let process = Arc::new(process);
-        // The process may have ended, and its number be another's, while it was looked at.
-        if directory.start_time() != Some(started) {
+        // The process may have ended while it was looked at.
+        if process::ended(&[&pidfd]) != [false] {
             if let (Some(probes), Some((key, _))) = (&mut self.probes, probed) {
                 probes.forget(key);
                 probes.unlink(key, library.key);
             }
-            return Err(gone);
+            return Err(AttachError::Gone { pid });
         }
         self.ready.push(Sample::Process(Arc::clone(&process)));
         let mut watched = Watched::new(pid, instrumented, probed.is_some(), (pages, search), now_ns());
@@ -283,6 +377,7 @@ impl Session {
         Ok(Attached {
             process,
             sites: if probed.is_some() { sites } else { Vec::new() },
+            variable,
             elapsed: begun.elapsed(),
             carrier: if probed.is_some() {
                 Carrier::Probe
@@ -385,12 +480,12 @@ impl Session {
             }
         }
         // Bounded all the same: what comes meanwhile is other processes', or written by one that goes on.
-        let deadline = Deadline::after(LET_GO_TIME);
+        let budget = CpuBudget::of(LET_GO_TIME);
         loop {
             let drained = self.drain_both(pids, &mut samples);
             let mut targets = pids.iter().filter_map(|pid| self.targets.get(pid));
             let is_all = drained && !targets.any(|target| target.watched.is_cut());
-            if is_all || deadline.is_over() || samples.len() >= LET_GO_SAMPLES {
+            if is_all || budget.is_spent() || samples.len() >= LET_GO_SAMPLES {
                 break;
             }
         }
@@ -425,11 +520,11 @@ impl Session {
                 continue;
             }
             target.replaced = true;
-            let name = target.directory.link(c"exe").unwrap_or_default();
+            let name = target.directory.text("comm").unwrap_or_default();
             self.problems.push(format!(
                 "process {pid} has begun another program ({}): what the one before was doing ended with it; \
                  attach again once this one has loaded the library",
-                name.to_string_lossy()
+                name.trim_end()
             ));
         }
     }
@@ -501,6 +596,15 @@ impl Session {
                 Event::Network(_) => {}
             }
         })
+    }
+}
+
+/// That nobody can ask about a process.
+fn unasked(pid: u32, error: &io::Error) -> AttachError {
+    AttachError::Io {
+        pid,
+        what: "asking about it",
+        error: error.to_string(),
     }
 }
 

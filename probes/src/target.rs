@@ -10,9 +10,10 @@ use ringsight_records::PROBE_SYMBOLS;
 
 pub use crate::procfs::FileKey;
 use crate::{
+    ask,
     elf::{Blocks, ElfError, Image, Symbol},
     error::AttachError,
-    limits::{Deadline, LeftOut, Limit, SEARCH_TIME},
+    limits::{ANSWER_TIME, CpuBudget, LeftOut, Limit, SEARCH_TIME},
     procfs::{self, MappedFile, MapsEnd, ProcessDirectory},
     signature, version,
 };
@@ -58,19 +59,31 @@ pub fn find(pid: u32) -> Result<Library, AttachError> {
 /// # Errors
 /// As for [`find`].
 pub fn find_counting(pid: u32, left_out: &mut LeftOut) -> Result<Library, AttachError> {
-    let directory = ProcessDirectory::open(pid).map_err(|error| process_error(pid, "maps", &error))?;
-    find_within(&directory, Deadline::after(SEARCH_TIME), left_out)
+    let find = move || {
+        let mut left_out = LeftOut::default();
+        let found = ProcessDirectory::open(pid)
+            .map_err(|error| process_error(pid, "maps", &error))
+            .and_then(|directory| find_within(&directory, CpuBudget::of(SEARCH_TIME), &mut left_out));
+        (found, left_out)
+    };
+    let Some((found, counted)) = ask::within(ANSWER_TIME, find) else {
+        let limit = Limit::AnswerTime;
+        left_out.count(limit);
+        return Err(AttachError::Limit { pid, limit });
+    };
+    left_out.add(&counted);
+    found
 }
 
 /// The same, as far as time allows; counts what was left out.
 pub(crate) fn find_within(
     directory: &ProcessDirectory,
-    deadline: Deadline,
+    budget: CpuBudget,
     left_out: &mut LeftOut,
 ) -> Result<Library, AttachError> {
     let pid = directory.pid();
     let (mut files, end) = directory
-        .mapped_files(deadline)
+        .mapped_files(budget)
         .map_err(|error| process_error(pid, "maps", &error))?;
     if files.is_empty() && end == MapsEnd::Whole {
         return Err(AttachError::Gone { pid });
@@ -80,7 +93,7 @@ pub(crate) fn find_within(
 
     let mut search = Search {
         blocks: Blocks::default(),
-        deadline,
+        budget,
         limit: None,
         left_out,
     };
@@ -92,7 +105,7 @@ pub(crate) fn find_within(
     let mut stripped = None;
     let mut denied = None;
     for mapped in &files {
-        if deadline.is_over() {
+        if budget.is_spent() {
             search.reached(Limit::SearchTime);
             break;
         }
@@ -139,7 +152,7 @@ pub(crate) fn find_within(
 /// A search through the files of one process.
 struct Search<'a> {
     blocks: Blocks,
-    deadline: Deadline,
+    budget: CpuBudget,
     /// The first limit that was reached.
     limit: Option<Limit>,
     left_out: &'a mut LeftOut,
@@ -173,7 +186,7 @@ impl Search<'_> {
     /// Looks into a file, for probe functions alone if `has_stock`.
     fn examine(&mut self, file: &File, has_stock: bool, is_likely: bool) -> Found {
         let mut blocks = std::mem::take(&mut self.blocks);
-        let found = Image::open(file, &mut blocks, self.deadline)
+        let found = Image::open(file, &mut blocks, self.budget)
             .map(|mut image| self.examine_image(&mut image, has_stock, is_likely));
         self.blocks = blocks;
         match found {
@@ -314,8 +327,8 @@ mod tests {
     #[test]
     fn a_process_without_the_library_is_told_what_was_looked_at() {
         let own = ProcessDirectory::own().unwrap();
-        let deadline = Deadline::after(Duration::from_secs(60));
-        let found = find_within(&own, deadline, &mut LeftOut::default());
+        let budget = CpuBudget::of(Duration::from_secs(60));
+        let found = find_within(&own, budget, &mut LeftOut::default());
         let Err(AttachError::NoLibrary { looked_at, .. }) = found else {
             panic!("this test links no communication library")
         };

@@ -1,5 +1,7 @@
 //! One watched process: its pages, and the samples made of its raw events.
 
+use std::{sync::Arc, time::Duration};
+
 use ringsight_records::{
     Flags, Kind, Record, State, VERSION,
     connection::ConnectionSlot,
@@ -10,6 +12,7 @@ use ringsight_records::{
 
 use crate::{
     account::{Account, Base, ByKind},
+    ask::Question,
     error::AttachError,
     limits::{HELD_RECORDS, TABLE_ENTRIES, VERDICTS_A_POLL},
     pages::{Access, Hold, Mapped, Search, Seen, devices},
@@ -57,6 +60,9 @@ impl Through {
     }
 }
 
+/// A look for the pages, and where the next one goes on.
+type Looking = Question<(Result<Option<Mapped>, AttachError>, Search)>;
+
 /// State of one process.
 #[derive(Debug)]
 pub(crate) struct Watched {
@@ -66,6 +72,8 @@ pub(crate) struct Watched {
     probed: bool,
     pages: Option<Mapped>,
     search: Search,
+    /// A look for the pages that is under way.
+    looking: Option<Looking>,
     /// The pages may have been there before the probes: the look at that time did not go through all descriptors.
     was_cut: bool,
     account: Account,
@@ -114,6 +122,7 @@ impl Watched {
             pages: None,
             was_cut: search.is_under_way(),
             search,
+            looking: None,
             account: Account::new(),
             recovery: None,
             end: None,
@@ -142,23 +151,41 @@ impl Watched {
         self.pages = Some(pages);
     }
 
+    /// Has a thread look for the pages, from where the last look ended.
+    fn ask_for_pages(&mut self, directory: &Arc<ProcessDirectory>) -> Option<Looking> {
+        let (directory, mut search) = (Arc::clone(directory), std::mem::take(&mut self.search));
+        let look = move || (Mapped::find(&directory, &mut search, Access::Lease), search);
+        Question::ask(look).ok()
+    }
+
     /// Looks for the pages, if there are none yet and it is time: a library makes them with its first communicator.
     pub(crate) fn look(
         &mut self,
-        directory: &ProcessDirectory,
+        directory: &Arc<ProcessDirectory>,
         now_ns: u64,
         own: &Reader,
         mask: u64,
     ) -> Result<(), AttachError> {
-        if !self.instrumented
-            || self.pages.is_some()
-            || self.end.is_some()
-            || now_ns.saturating_sub(self.looked_ns) < LOOK_NS
-        {
+        if !self.instrumented || self.pages.is_some() || self.end.is_some() {
             return Ok(());
         }
-        self.looked_ns = now_ns;
-        let problem = match Mapped::find(directory, &mut self.search, Access::Lease) {
+        let Some(looking) = &self.looking else {
+            if now_ns.saturating_sub(self.looked_ns) >= LOOK_NS {
+                self.looked_ns = now_ns;
+                self.looking = self.ask_for_pages(directory);
+            }
+            return Ok(());
+        };
+        let found = match looking.answer_within(Duration::ZERO) {
+            Ok(None) => return Ok(()),
+            Ok(Some((found, search))) => {
+                self.search = search;
+                found
+            }
+            Err(_) => Ok(None),
+        };
+        self.looking = None;
+        let problem = match found {
             Ok(None) | Err(AttachError::Gone { .. }) => return Ok(()),
             Ok(Some(mut pages)) => match pages.lease(own, mask) {
                 Ok(base) => {

@@ -16,6 +16,7 @@ const RING_ONLY: Options = Options {
     network: NetworkScope::Never,
     use_ebpf: UseEbpf::Never,
     dense: Kind::DENSE,
+    variable: None,
     force_perf_event: false,
     force_nop1: false,
 };

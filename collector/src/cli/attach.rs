@@ -19,9 +19,7 @@ use ringsight_collector::{
 };
 use ringsight_exporters::Exporter;
 use ringsight_output::Destination;
-use ringsight_probes::{
-    Attached, NetworkScope, Sample, Session, Source, UseEbpf, process::environment_variable,
-};
+use ringsight_probes::{Attached, NetworkScope, Sample, Session, Source, UseEbpf};
 use serde_json::json;
 use tracing::{error, info, warn};
 
@@ -283,15 +281,16 @@ fn try_run(arguments: &AttachArguments, ending: &Ending) -> Result<Exit, (Exit, 
         } else {
             NetworkScope::Watched
         },
+        variable: arguments.scope_env.clone(),
         ..Default::default()
     };
     let mut session = Session::new(options).map_err(|e| (Exit::NothingAttached, e.to_string()))?;
 
-    let watched = attach(arguments, &mut session);
+    let watched = attach(arguments, &mut session, ending);
     if watched.attached.is_empty() {
         return Err((Exit::NothingAttached, "nothing could be attached".into()));
     }
-    let scope = scope(arguments, watched.attached[0].process.pid).map_err(|e| (Exit::Usage, e))?;
+    let scope = scope(arguments, &watched.attached[0]).map_err(|e| (Exit::Usage, e))?;
     outputs.open_files(arguments).map_err(error)?;
     let mut collector = Collector::new(
         Options {
@@ -399,22 +398,24 @@ fn write_summary(destination: Destination, summary: &Summary, limit: Duration) -
 }
 
 /// Attaches to each process, telling how it went.
-fn attach(arguments: &AttachArguments, session: &mut Session) -> Watched {
+fn attach(arguments: &AttachArguments, session: &mut Session, ending: &Ending) -> Watched {
     let begun = Instant::now();
     let mut pids = arguments.pids.clone();
     let mut seen = std::collections::BTreeSet::new();
     pids.retain(|pid| seen.insert(*pid));
     let mut attached = Vec::new();
     let mut failed = 0;
-    for pid in pids {
-        match session.attach(pid) {
+    session.attach_all(
+        &pids,
+        || ending.asked(),
+        |pid, result| match result {
             Ok(one) => attached.push(one),
             Err(error) => {
                 error!(pid, "{error}");
                 failed += 1;
             }
-        }
-    }
+        },
+    );
     let attach_ms = begun.elapsed().as_secs_f64() * 1e3;
     if let Some(unavailable) = session.unavailable()
         && !attached.is_empty()
@@ -435,15 +436,18 @@ fn attach(arguments: &AttachArguments, session: &mut Session) -> Watched {
 }
 
 /// The text for trace ids; `first` is the process whose environment `--scope-env` names a variable of.
-fn scope(arguments: &AttachArguments, first: u32) -> Result<Scope, String> {
+fn scope(arguments: &AttachArguments, first: &Attached) -> Result<Scope, String> {
     let Some(name) = &arguments.scope_env else {
         return Scope::new(arguments.scope.as_deref().unwrap_or_default());
     };
-    let value = environment_variable(first, name)
-        .map_err(|problem| format!("--scope-env: the environment of process {first}: {problem}"))?
+    let pid = first.process.pid;
+    let value = first
+        .variable
+        .clone()
+        .map_err(|problem| format!("--scope-env: the environment of process {pid}: {problem}"))?
         .filter(|value| !value.is_empty())
-        .ok_or_else(|| format!("--scope-env: process {first} was not started with {name}, or it is empty"))?;
-    Scope::new(&value).map_err(|problem| format!("--scope-env: {name} of process {first}: {problem}"))
+        .ok_or_else(|| format!("--scope-env: process {pid} was not started with {name}, or it is empty"))?;
+    Scope::new(&value).map_err(|problem| format!("--scope-env: {name} of process {pid}: {problem}"))
 }
 
 /// What went wrong, told as it comes, but not more often than somebody can read.

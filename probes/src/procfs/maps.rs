@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, io};
 
 use super::{FileKey, ProcessDirectory};
-use crate::limits::{Deadline, Limit, MAPPED_FILES, MAPS_BYTES};
+use crate::limits::{CpuBudget, Limit, MAPPED_FILES, MAPS_BYTES};
 
 /// Bytes of the list that one `read` asks for.
 const LINES: usize = 16 << 10;
@@ -85,7 +85,7 @@ fn unescape(path: &str) -> String {
 /// Reads a list of mappings piece by piece; see [`ProcessDirectory::mappings`].
 pub(crate) fn read_mappings(
     mut list: impl io::Read,
-    deadline: Deadline,
+    budget: CpuBudget,
     mut each: impl FnMut(Mapping<'_>) -> bool,
 ) -> io::Result<MapsEnd> {
     let mut buffer = vec![0; LINES];
@@ -118,7 +118,7 @@ pub(crate) fn read_mappings(
         if before > MAPS_BYTES {
             return Ok(MapsEnd::Cut(Limit::Maps));
         }
-        if deadline.is_over() {
+        if budget.is_spent() {
             return Ok(MapsEnd::Cut(Limit::SearchTime));
         }
         if filled == buffer.len() {
@@ -132,25 +132,25 @@ impl ProcessDirectory {
     /// Calls `each` on the mappings of the process until it returns `false`, time is over or the list is too long.
     pub(crate) fn mappings(
         &self,
-        deadline: Deadline,
+        budget: CpuBudget,
         each: impl FnMut(Mapping<'_>) -> bool,
     ) -> io::Result<MapsEnd> {
-        read_mappings(self.open_text("maps")?, deadline, each)
+        read_mappings(self.open_text("maps")?, budget, each)
     }
 
     /// Whether the process has a file mapped, as far as time allows to tell.
-    pub(crate) fn maps_file(&self, file: FileKey, deadline: Deadline) -> bool {
+    pub(crate) fn maps_file(&self, file: FileKey, budget: CpuBudget) -> bool {
         let device = (rustix::fs::major(file.device), rustix::fs::minor(file.device));
-        let end = self.mappings(deadline, |mapping| {
+        let end = self.mappings(budget, |mapping| {
             (mapping.device, mapping.inode) != (device, file.inode)
         });
         matches!(end, Ok(MapsEnd::Enough))
     }
 
     /// The distinct files that the process maps as code, each with one of those mappings, and why there are no more.
-    pub(crate) fn mapped_files(&self, deadline: Deadline) -> io::Result<(Vec<MappedFile>, MapsEnd)> {
+    pub(crate) fn mapped_files(&self, budget: CpuBudget) -> io::Result<(Vec<MappedFile>, MapsEnd)> {
         let mut files = BTreeMap::new();
-        let end = self.mappings(deadline, |mapping| {
+        let end = self.mappings(budget, |mapping| {
             if let Some(file) = mapping.code() {
                 files.entry((mapping.device, mapping.inode)).or_insert(file);
             }
@@ -207,23 +207,23 @@ rubbish
 
     #[test]
     fn a_list_that_is_too_long_is_cut() {
-        let deadline = Deadline::after(std::time::Duration::from_secs(60));
+        let budget = CpuBudget::of(std::time::Duration::from_secs(60));
         let mut lines = 0;
-        let end = read_mappings(io::repeat(b'\n'), deadline, |_| true).unwrap();
+        let end = read_mappings(io::repeat(b'\n'), budget, |_| true).unwrap();
         assert_eq!(end, MapsEnd::Cut(Limit::Maps));
         // A line that never ends takes no more.
-        let end = read_mappings(io::repeat(b'x'), deadline, |_| true).unwrap();
+        let end = read_mappings(io::repeat(b'x'), budget, |_| true).unwrap();
         assert_eq!(end, MapsEnd::Cut(Limit::Maps));
         let count = |_: Mapping<'_>| {
             lines += 1;
             true
         };
         assert_eq!(
-            read_mappings(MAPS.as_bytes(), deadline, count).unwrap(),
+            read_mappings(MAPS.as_bytes(), budget, count).unwrap(),
             MapsEnd::Whole
         );
         assert_eq!(lines, 6);
-        let over = Deadline::after(std::time::Duration::ZERO);
+        let over = CpuBudget::of(std::time::Duration::ZERO);
         let end = read_mappings(MAPS.as_bytes(), over, |_| true).unwrap();
         assert_eq!(end, MapsEnd::Cut(Limit::SearchTime));
     }

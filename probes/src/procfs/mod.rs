@@ -18,9 +18,10 @@ use std::{
     io,
     mem::MaybeUninit,
     os::fd::{AsFd as _, AsRawFd as _, OwnedFd},
+    sync::OnceLock,
 };
 
-use rustix::fs::{CWD, FileType, Mode, OFlags, RawDir, ResolveFlags, Stat};
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, RawDir, ResolveFlags, Stat, StatxFlags};
 
 use crate::limits::{ENVIRONMENT_BYTES, Limit, TEXT_BYTES};
 
@@ -47,6 +48,8 @@ const PIECE: usize = 4096;
 pub(crate) struct ProcessDirectory {
     pid: u32,
     directory: OwnedFd,
+    started: OnceLock<u64>,
+    pid_namespace: OnceLock<(u64, u64)>,
 }
 
 /// What the kernel says of a file, whatever its names.
@@ -89,7 +92,12 @@ impl ProcessDirectory {
     fn named(path: &str, pid: u32) -> io::Result<Self> {
         let flags = OFlags::CLOEXEC | OFlags::RDONLY | OFlags::DIRECTORY;
         let directory = rustix::fs::openat(CWD, path, flags, Mode::empty())?;
-        Ok(Self { pid, directory })
+        Ok(Self {
+            pid,
+            directory,
+            started: OnceLock::new(),
+            pid_namespace: OnceLock::new(),
+        })
     }
 
     /// The number that it was opened by.
@@ -117,9 +125,21 @@ impl ProcessDirectory {
         Ok(String::from_utf8_lossy(&read.bytes).into_owned())
     }
 
-    /// When it started, clock ticks since boot; `None` if it does not exist any more or is a zombie.
+    /// When it started, clock ticks since boot; `None` if it did not exist any more, or was a zombie, when this was asked first. That asks
+    /// what a process can keep back: see [`ask`](crate::ask).
     pub(crate) fn start_time(&self) -> Option<u64> {
-        parse_stat(&self.text("stat").ok()?)
+        if let Some(started) = self.started.get() {
+            return Some(*started);
+        }
+        let started = parse_stat(&self.text("stat").ok()?)?;
+        Some(*self.started.get_or_init(|| started))
+    }
+
+    /// Whether its main thread has memory. A thread that is ending has none any more, a zombie neither.
+    pub(crate) fn has_memory(&self) -> bool {
+        // Pages of all mappings come first.
+        self.text("statm")
+            .is_ok_and(|sizes| sizes.split(' ').next().is_some_and(|pages| pages != "0"))
     }
 
     /// The environment that it was started with.
@@ -136,10 +156,13 @@ impl ProcessDirectory {
             .ok()
     }
 
-    /// Device and inode of its pid namespace.
+    /// Device and inode of its pid namespace, which never changes.
     pub(crate) fn pid_namespace(&self) -> io::Result<(u64, u64)> {
-        let about = rustix::fs::statat(&self.directory, "ns/pid", rustix::fs::AtFlags::empty())?;
-        Ok((about.st_dev, about.st_ino))
+        if let Some(namespace) = self.pid_namespace.get() {
+            return Ok(*namespace);
+        }
+        let about = rustix::fs::statat(&self.directory, "ns/pid", AtFlags::empty())?;
+        Ok(*self.pid_namespace.get_or_init(|| (about.st_dev, about.st_ino)))
     }
 
     /// What a link leads to, as the kernel writes it.
@@ -189,7 +212,7 @@ impl ProcessDirectory {
         let path = rustix::fs::openat2(&root, &file.path, LOOK, Mode::empty(), resolve)?;
         let linked = Linked::new(path)?;
         // The inode alone: file systems with volumes or layers show one device in `maps` and another one here.
-        if linked.about.st_ino != file.inode {
+        if linked.key.inode != file.inode {
             return Err(io::ErrorKind::PermissionDenied.into());
         }
         linked.open()
@@ -207,22 +230,28 @@ fn below(folder: &CStr, name: &CStr) -> CString {
 #[derive(Debug)]
 pub(crate) struct Linked {
     path: OwnedFd,
-    about: Stat,
+    /// Which file it is.
+    pub(crate) key: FileKey,
+    /// Whether it is a regular file.
+    pub(crate) is_regular: bool,
+    /// Names that it has.
+    pub(crate) links: u32,
 }
 
 impl Linked {
     fn new(path: OwnedFd) -> io::Result<Self> {
-        let about = rustix::fs::fstat(&path)?;
-        Ok(Self { path, about })
-    }
-
-    /// What the kernel says of it.
-    pub(crate) fn about(&self) -> &Stat {
-        &self.about
-    }
-
-    pub(crate) fn is_regular(&self) -> bool {
-        FileType::from_raw_mode(self.about.st_mode) == FileType::RegularFile
+        // What the kernel knows: a file system of somebody's is not asked.
+        let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+        let about = rustix::fs::statx(&path, c"", flags, StatxFlags::BASIC_STATS)?;
+        Ok(Self {
+            path,
+            key: FileKey {
+                device: rustix::fs::makedev(about.stx_dev_major, about.stx_dev_minor),
+                inode: about.stx_ino,
+            },
+            is_regular: FileType::from_raw_mode(about.stx_mode.into()) == FileType::RegularFile,
+            links: about.stx_nlink,
+        })
     }
 
     /// Opens it for reading, if it is a regular file.
@@ -236,7 +265,7 @@ impl Linked {
     }
 
     fn open_with(&self, flags: OFlags) -> io::Result<File> {
-        if !self.is_regular() {
+        if !self.is_regular {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "no regular file"));
         }
         // The very inode that was looked at.
@@ -327,7 +356,7 @@ mod tests {
     };
 
     use super::*;
-    use crate::limits::Deadline;
+    use crate::limits::CpuBudget;
 
     #[test]
     fn a_text_is_cut_at_its_limit() {
@@ -376,8 +405,8 @@ mod tests {
     #[test]
     fn a_mapped_file_is_found_by_its_path_too() {
         let own = ProcessDirectory::own().unwrap();
-        let deadline = Deadline::after(Duration::from_secs(10));
-        let (files, _) = own.mapped_files(deadline).unwrap();
+        let budget = CpuBudget::of(Duration::from_secs(10));
+        let (files, _) = own.mapped_files(budget).unwrap();
         let library = files.iter().find(|file| file.path.contains("libc.so")).unwrap();
         let found = own.open_in_root(library).unwrap();
         assert_eq!(rustix::fs::fstat(&found).unwrap().st_ino, library.inode);

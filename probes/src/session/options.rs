@@ -37,6 +37,8 @@ pub struct Options {
     pub dense: u64,
     /// Whether to probe the kernel's RDMA stack.
     pub network: NetworkScope,
+    /// A variable of each process's environment to tell of, for [`Attached::variable`](crate::Attached).
+    pub variable: Option<String>,
     /// Use perf-event links even where the kernel has `uprobe_multi`. They take 105 ms each to detach; for comparison.
     pub force_perf_event: bool,
     /// Plan sites as on a kernel that does not optimise 5-byte nops (before 6.18); for comparison.
@@ -49,6 +51,7 @@ impl Default for Options {
             use_ebpf: UseEbpf::Auto,
             dense: Kind::DENSE & !Kind::DESCRIBED & !Kind::ProxyCtrl.bit(),
             network: NetworkScope::default(),
+            variable: None,
             force_perf_event: false,
             force_nop1: false,
         }

@@ -1,6 +1,6 @@
 //! What a session keeps of one process.
 
-use std::os::fd::OwnedFd;
+use std::{os::fd::OwnedFd, sync::Arc};
 
 use ringsight_records::{Kind, pages::Reader, probed::Tally};
 
@@ -15,7 +15,7 @@ use crate::{
 
 /// One process of a session.
 pub(super) struct Target {
-    pub(super) directory: ProcessDirectory,
+    pub(super) directory: Arc<ProcessDirectory>,
     pub(super) pidfd: OwnedFd,
     pub(super) program: Program,
     /// The process runs another program by now.

@@ -8,6 +8,7 @@
 //! | `explain` | the code of its library |
 //! | `files` | its library, its texts in `/proc`, files in its root |
 //! | `limits` | how much it has, and writes |
+//! | `memory` | locks of its memory, for which the kernel waits in the collector's place |
 //! | `outputs` | the folder and the pipes that the collector writes to, and names in what it writes |
 //! | `pages` | its shared pages and the records in them |
 //! | `random` | everything, at random |
@@ -18,6 +19,7 @@
 mod explain;
 mod files;
 mod limits;
+mod memory;
 mod outputs;
 mod pages;
 mod random;

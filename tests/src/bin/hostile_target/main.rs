@@ -7,6 +7,7 @@
 
 mod library;
 mod limits;
+mod memory;
 mod namespaces;
 mod outputs;
 mod pages;
@@ -39,6 +40,8 @@ const CASES: &[(&str, Case)] = &[
     ("library-cut", library::cut),
     ("library-bombs", library::bombs),
     ("environment", process::environment),
+    ("memory-lock", memory::lock),
+    ("memory-exec", memory::exec),
     ("hostname-link", namespaces::hostname_link),
     ("hostname-pipe", namespaces::hostname_pipe),
     ("pages-bind-mount", namespaces::pages_bind_mount),

@@ -16,7 +16,7 @@ use anyhow::{Context as _, Result};
 use crate::{Act, NotHere, check, map_library};
 
 /// Makes namespaces of these kinds, and a user namespace whose root this process is.
-fn unshare(kinds: libc::c_int) -> Result<()> {
+pub(crate) fn unshare(kinds: libc::c_int) -> Result<()> {
     // SAFETY: a system call on integers; there is one thread.
     let done = unsafe { libc::unshare(libc::CLONE_NEWUSER | kinds) };
     if done == -1 {
