@@ -18,6 +18,9 @@ const NAME_BYTES: usize = 128;
 /// Variables in which launchers tell a process its rank in the job.
 const RANKS: [&str; 3] = ["RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK"];
 
+/// Variables in which schedulers tell a process the name of its job.
+const JOB_NAMES: [&str; 2] = ["SLURM_JOB_NAME", "JOB_NAME"];
+
 /// Who names the service if not the target.
 #[derive(Clone, Debug, Default)]
 pub struct Service {
@@ -30,7 +33,8 @@ pub struct Service {
 /// Resource of a process.
 ///
 /// Later ones win: `service.default`, `OTEL_RESOURCE_ATTRIBUTES` of the target, what is known of the process,
-/// `OTEL_SERVICE_NAME` of the target, `service.always`. The instance is the process among all hosts; `ccl.job.rank`
+/// `OTEL_SERVICE_NAME` of the target, `service.always`. Where none of them names the service, the job's name does, or else
+/// the executable's. The instance is the process among all hosts; `ccl.job.rank`
 /// is the rank that the launcher gave the process. `host.id` and `host.name` are always there: without them Jaeger takes each span for another host's.
 #[must_use]
 pub fn of_process(process: &Process, service: &Service, names: &mut Names) -> Resource {
@@ -67,12 +71,11 @@ pub fn of_process(process: &Process, service: &Service, names: &mut Names) -> Re
         None if service.default.is_some() => {
             attributes.extend(service.default.clone().map(|s| ("service.name", Value::Text(s))));
         }
-        // The specification's name for a service that has none.
-        None => set(
-            &mut attributes,
-            "service.name",
-            text(&format!("unknown_service:{}", process.name)),
-        ),
+        None => {
+            let job = JOB_NAMES.iter().find_map(|name| environment(name));
+            let name = names.cut(job.unwrap_or(&process.name));
+            set(&mut attributes, "service.name", name);
+        }
     }
     set(&mut attributes, "service.instance.id", text(&instance(process)));
     let launched = RANKS
@@ -340,7 +343,10 @@ mod tests {
         assert_eq!(named_by(&named, Some("c")), Some(text("c")));
         assert_eq!(named_by(&named, None), Some(text("a")));
         assert_eq!(named_by(&named[1..], None), Some(text("b")));
-        assert_eq!(named_by(&[], None), Some(text("unknown_service:train")));
+        let job = [("JOB_NAME", "e"), ("SLURM_JOB_NAME", "d")];
+        assert_eq!(named_by(&job, None), Some(text("d")));
+        assert_eq!(named_by(&job[..1], None), Some(text("e")));
+        assert_eq!(named_by(&[], None), Some(text("train")));
         let resource = of(
             &process(&named),
             &Service::default(),

@@ -85,7 +85,7 @@ pub(crate) struct AttachArguments {
     /// Do not probe the kernel's RDMA stack
     #[arg(long)]
     no_network: bool,
-    /// Service name of the spans; by default OTEL_SERVICE_NAME of the watched process, else of this one
+    /// Service name of the spans; by default OTEL_SERVICE_NAME of the watched process, else of this one, else the job or executable
     #[arg(long, value_name = "NAME")]
     service: Option<String>,
     /// Text that goes into every trace id, the same for all collectors of a job
