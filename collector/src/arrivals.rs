@@ -4,12 +4,14 @@
 //! |---|---|
 //! | the arrivals of all its ranks, because this collector watches them all | the last one ([`lag::culprit`]) |
 //! | a watched rank's library found out who arrived last ([`ringsight_records::Arrival`]) | that rank, whether or not it is watched here |
-//! | neither | the last watched rank, if no rank that is not watched can have arrived later by the threshold; otherwise nobody |
+//! | neither | the last watched rank, if no rank that is not watched can have arrived later by the threshold; otherwise nobody, and [`Unnamed`] says so |
 //!
 //! No clock of another host is involved. The library's finding rests on ages: another rank says how long ago it arrived, and the
 //! round trip of the question bounds how old that word is. So clocks that are set apart by any time change nothing.
 
-use ringsight_exporters::model::Culprit;
+use std::cmp::Reverse;
+
+use ringsight_exporters::model::{Culprit, PeerWait, Unnamed};
 use ringsight_records::{Arrival, Function};
 
 use crate::{
@@ -57,6 +59,8 @@ pub struct Finding {
     pub culprit: Option<Culprit>,
     /// What this rests on.
     pub source: Source,
+    /// A rank may have been late, and nobody can say which.
+    pub unnamed: Option<Unnamed>,
 }
 
 /// Who is late in an operation with this function. `seen` are the arrivals of its watched ranks, by one clock.
@@ -72,7 +76,7 @@ pub fn find(
     if sees_all || !function.is_some_and(Function::synchronises) {
         return Finding {
             culprit: here,
-            source: Source::Arrivals,
+            ..Finding::default()
         };
     }
     if let Some(arrival) = reported(&instance.parts) {
@@ -83,6 +87,7 @@ pub fn find(
                 lag_ns: arrival.lag_ns,
             }),
             source: Source::Library(arrival),
+            unnamed: None,
         };
     }
     let culprit = here.filter(|culprit| {
@@ -92,10 +97,33 @@ pub fn find(
         let room_ns = ends.filter(|end| *end != 0).min().zip(arrived);
         room_ns.is_some_and(|(end, (_, arrived))| end.saturating_sub(*arrived) < threshold_ns)
     });
+    let took_long = |part: &RankOperation| part.device.1.saturating_sub(part.device.0) >= threshold_ns;
+    let may_be_late = culprit.is_none()
+        && instance
+            .parts
+            .iter()
+            .any(|part| part.device.0 != 0 && took_long(part));
     Finding {
         culprit,
         source: Source::Arrivals,
+        unnamed: may_be_late.then(|| Unnamed {
+            wait: longest_wait(&instance.parts).filter(|wait| wait.wait_ns >= threshold_ns),
+        }),
     }
+}
+
+/// The longest wait of a watched rank for a rank that is not watched, from the steps of the proxies.
+fn longest_wait(parts: &[Box<RankOperation>]) -> Option<PeerWait> {
+    let waits = parts.iter().flat_map(|part| {
+        part.proxies.iter().map(|proxy| PeerWait {
+            rank: part.rank,
+            peer: proxy.peer,
+            wait_ns: proxy.peer_wait_ns(),
+        })
+    });
+    let is_watched = |rank| parts.iter().any(|part| part.rank == rank);
+    let of_unwatched = waits.filter(|wait| !is_watched(wait.peer));
+    of_unwatched.max_by_key(|wait| (wait.wait_ns, Reverse((wait.rank, wait.peer))))
 }
 
 /// The most certain finding of an operation's parts. If they asked only some of the ranks, the one that is surely the largest.
@@ -112,14 +140,28 @@ pub fn reported(parts: &[Box<RankOperation>]) -> Option<Arrival> {
 
 #[cfg(test)]
 mod tests {
+    use ringsight_records::{Kind, Record, State};
+
     use super::*;
     use crate::{
         correlate::ArrivalReport,
         identity::{InstanceKey, TraceKind},
+        limits::Limits,
     };
 
     const MS: u64 = 1_000_000;
     const THRESHOLD_NS: u64 = 15 * MS;
+
+    fn key() -> InstanceKey {
+        InstanceKey {
+            comm: 1,
+            seq: 2,
+            ranks: 4,
+            replay: 0,
+            kind: TraceKind::Collective,
+            pair: None,
+        }
+    }
 
     /// Parts of an all_reduce of four ranks: rank, arrival, end, and what the library says.
     fn find_in(parts: &[(u32, u64, u64, ArrivalReport)]) -> (Option<u32>, bool) {
@@ -133,15 +175,7 @@ mod tests {
             (part.device, part.arrival) = ((*arrived, *end), *arrival);
             part
         });
-        let key = InstanceKey {
-            comm: 1,
-            seq: 2,
-            ranks: 4,
-            replay: 0,
-            kind: TraceKind::Collective,
-            pair: None,
-        };
-        let instance = Instance::of(key, parts.collect());
+        let instance = Instance::of(key(), parts.collect());
         let finding = find(&instance, Some(Function::AllReduce), &seen, THRESHOLD_NS);
         (
             finding.culprit.map(|culprit| culprit.rank),
@@ -214,5 +248,60 @@ mod tests {
             (None, false),
             "rank 2 or 3 may have come at 39 ms"
         );
+    }
+
+    /// A part whose proxy operation waited for data of a peer until then.
+    fn waiting(rank: u32, peer: u32, until_ns: u64) -> RankOperation {
+        let mut part = RankOperation::default();
+        (part.rank, part.ranks, part.device) = (rank, 4, (MS, until_ns + MS));
+        let step = |state, time_ns| Record {
+            peer: peer.cast_signed(),
+            ..Record::new(Kind::ProxyStep, state, time_ns)
+        };
+        let states = [
+            (State::START, MS),
+            (State::STEP_RECV_WAIT, MS),
+            (State::STOP, until_ns),
+        ];
+        for (state, time_ns) in states {
+            assert_eq!(
+                part.record(Kind::ProxyStep, &step(state, time_ns), true, &Limits::default()),
+                None
+            );
+        }
+        part
+    }
+
+    fn unnamed(parts: Vec<RankOperation>) -> Option<Unnamed> {
+        let seen: Vec<_> = parts.iter().map(|part| (part.rank, part.device.0)).collect();
+        let instance = Instance::of(key(), parts);
+        let finding = find(&instance, Some(Function::AllReduce), &seen, THRESHOLD_NS);
+        assert_eq!(finding.culprit, None);
+        finding.unnamed
+    }
+
+    #[test]
+    fn where_nobody_is_named_the_longest_wait_for_a_rank_that_is_not_watched_is() {
+        let parts = vec![waiting(0, 3, 21 * MS), waiting(1, 0, 31 * MS)];
+        let wait = PeerWait {
+            rank: 0,
+            peer: 3,
+            wait_ns: 20 * MS,
+        };
+        assert_eq!(
+            unnamed(parts),
+            Some(Unnamed { wait: Some(wait) }),
+            "rank 0 is watched"
+        );
+    }
+
+    #[test]
+    fn a_wait_below_the_threshold_is_none_and_without_any_nothing_is_said() {
+        let mut long = waiting(0, 3, 10 * MS);
+        long.device.1 = 30 * MS;
+        assert_eq!(unnamed(vec![long]), Some(Unnamed { wait: None }));
+        assert_eq!(unnamed(vec![waiting(0, 3, 10 * MS)]), None, "nobody was late");
+        let all = (0..4).map(|rank| waiting(rank, 9, 30 * MS)).collect();
+        assert_eq!(unnamed(all), None, "all are watched");
     }
 }

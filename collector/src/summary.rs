@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use ringsight_exporters::model::{ExportStats, Finding, Operation, Signal, Tally};
+use ringsight_exporters::model::{ExportStats, Finding, Operation, PeerWait, Signal, Tally};
 use ringsight_records::Kind;
 use rustc_hash::FxHashMap;
 use serde::Serialize;
@@ -97,8 +97,30 @@ pub struct OperationRow {
     pub ranks: u32,
     /// Late rank.
     pub culprit: Option<CulpritRow>,
+    /// A rank may have been late: too few ranks are watched to name it, and the library does not say who arrived last.
+    pub unnamed: bool,
+    /// The longest wait of a watched rank for one that is not watched here, where nobody is named.
+    pub waited_for: Option<WaitRow>,
     /// Ranks that were seen.
     pub by_rank: Vec<RankRow>,
+}
+
+/// A wait for a rank that is not watched.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct WaitRow {
+    /// The rank that waited.
+    pub rank: u32,
+    /// The rank that it waited for.
+    pub peer: u32,
+    /// How long, nanoseconds.
+    pub wait_ns: u64,
+}
+
+impl From<PeerWait> for WaitRow {
+    fn from(wait: PeerWait) -> Self {
+        let PeerWait { rank, peer, wait_ns } = wait;
+        Self { rank, peer, wait_ns }
+    }
 }
 
 /// What is wrong with an operation that somebody waits in.
@@ -298,6 +320,8 @@ impl From<&Operation> for OperationRow {
                 rank: c.rank,
                 lag_ns: c.lag_ns,
             }),
+            unnamed: operation.unnamed.is_some(),
+            waited_for: operation.unnamed.and_then(|unnamed| unnamed.wait).map(Into::into),
             by_rank: by_rank.collect(),
         }
     }
@@ -374,8 +398,62 @@ pub struct OperationLog {
     seen: u64,
     incomplete: u64,
     late: u64,
+    unnamed: Unnamed,
     top_late: Vec<(u64, Operation)>,
     top_slow: Vec<(u64, Operation)>,
+}
+
+/// Operations in which a rank may have been late, and nobody can say which.
+#[derive(Clone, Copy, Debug, Default)]
+struct Unnamed {
+    operations: u64,
+    /// Watched ranks, and all, of the one of which the smallest share is watched.
+    watched: Option<(usize, u32)>,
+    longest: Option<PeerWait>,
+}
+
+impl Unnamed {
+    fn add(&mut self, operation: &Operation) {
+        let Some(unnamed) = operation.unnamed else { return };
+        self.operations += 1;
+        let seen = (operation.by_rank.len(), operation.ranks);
+        let share = |(watched, ranks): (usize, u32)| watched as f64 / f64::from(ranks);
+        if self.watched.is_none_or(|known| share(seen) < share(known)) {
+            self.watched = Some(seen);
+        }
+        let waits = self.longest.into_iter().chain(unnamed.wait);
+        self.longest = waits.max_by_key(|wait| wait.wait_ns);
+    }
+
+    /// A sentence or two; empty if there is no such operation.
+    fn text(&self) -> String {
+        let Some((watched, ranks)) = self.watched else {
+            return String::new();
+        };
+        let operations = match self.operations {
+            1 => "1 operation".to_owned(),
+            count => format!("{count} operations"),
+        };
+        let mut text = format!(
+            "{operations} in which a rank may have been late: only {watched} of {ranks} ranks are watched here, and the library \
+             does not say who arrived last\n"
+        );
+        if let Some(wait) = &self.longest {
+            let words = wait_words(wait);
+            text.push_str(&format!("  longest: {words} and may have waited itself\n"));
+        }
+        text
+    }
+}
+
+/// `rank 0 waited 29.8 ms for rank 2, which is not watched here`.
+fn wait_words(wait: &PeerWait) -> String {
+    format!(
+        "rank {} waited {:.1} ms for rank {}, which is not watched here",
+        wait.rank,
+        wait.wait_ns as f64 / 1e6,
+        wait.peer
+    )
 }
 
 /// Time from the first arrival to the last end.
@@ -427,6 +505,7 @@ impl OperationLog {
                 self.left_out += 1;
             }
         }
+        self.unnamed.add(operation);
         keep(&mut self.top_slow, duration_ns(operation), operation);
         if let Some(culprit) = &operation.culprit {
             self.late += 1;
@@ -475,7 +554,20 @@ impl OperationLog {
                         operation.sequence & 0xffff_ffff
                     ),
                 };
-                let late = operation.culprit.as_ref().map_or_else(String::new, |culprit| {
+                let not_named = || match operation.unnamed {
+                    Some(unnamed) => unnamed.wait.as_ref().map_or_else(
+                        || {
+                            format!(
+                                "not known: {} of {} ranks watched",
+                                operation.by_rank.len(),
+                                operation.ranks
+                            )
+                        },
+                        wait_words,
+                    ),
+                    None => String::new(),
+                };
+                let late = operation.culprit.as_ref().map_or_else(not_named, |culprit| {
                     let is_seen = operation.by_rank.iter().any(|part| part.rank == culprit.rank);
                     let unseen = if is_seen { "" } else { ", not watched here," };
                     format!(
@@ -498,6 +590,76 @@ impl OperationLog {
         };
         part("Operations with a late rank:", &self.top_late);
         part("Slowest operations:", &self.top_slow);
+        text.push_str(&self.unnamed.text());
         text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ringsight_exporters::model::{OperationRank, Unnamed};
+
+    use super::*;
+
+    const MS: u64 = 1_000_000;
+
+    /// An all_reduce of four ranks, of which rank 0 is seen.
+    fn operation(unnamed: Option<Unnamed>) -> Operation {
+        let part = OperationRank {
+            rank: 0,
+            host: "a".into(),
+            pid: 100,
+            api_start_ns: 1,
+            device_start_ns: MS,
+            device_end_ns: 32 * MS,
+            by_device: true,
+        };
+        Operation {
+            trace_id: [1; 16],
+            name: "all_reduce",
+            communicator: 7,
+            communicator_name: "".into(),
+            ranks: 4,
+            sequence: 5,
+            replay: 0,
+            bytes: 8,
+            data_type: "float32",
+            algorithm: "ring",
+            by_rank: vec![part],
+            culprit: None,
+            unnamed,
+            waited_until_ns: 0,
+            complete: true,
+        }
+    }
+
+    fn table(operations: &[Operation]) -> String {
+        let mut log = OperationLog::new(0);
+        for operation in operations {
+            log.add(operation, Owner::LAST, 1);
+        }
+        log.table()
+    }
+
+    #[test]
+    fn where_nobody_can_be_named_the_report_says_why_and_who_waited_for_whom() {
+        let wait = PeerWait {
+            rank: 0,
+            peer: 2,
+            wait_ns: 30 * MS,
+        };
+        let text = table(&[
+            operation(Some(Unnamed { wait: None })),
+            operation(Some(Unnamed { wait: Some(wait) })),
+        ]);
+        for words in [
+            "  not known: 1 of 4 ranks watched\n",
+            "ms  rank 0 waited 30.0 ms for rank 2, which is not watched here\n",
+            "2 operations in which a rank may have been late: only 1 of 4 ranks are watched here",
+            "  longest: rank 0 waited 30.0 ms for rank 2, which is not watched here and may have waited itself\n",
+        ] {
+            assert!(text.contains(words), "{words:?} is not in\n{text}");
+        }
+        assert!(!table(&[operation(None)]).contains("watched"));
     }
 }

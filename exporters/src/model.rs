@@ -216,6 +216,8 @@ pub struct Operation {
     pub by_rank: Vec<OperationRank>,
     /// The rank that everybody waited for, if one was late beyond the threshold.
     pub culprit: Option<Culprit>,
+    /// A rank may have been late, and nobody can say which.
+    pub unnamed: Option<Unnamed>,
     /// Until when the ranks waited for one that watchdogs named, Unix nanoseconds; 0: they named none.
     pub waited_until_ns: u64,
     /// `false` if events were lost.
@@ -248,6 +250,25 @@ pub struct Culprit {
     pub rank: u32,
     /// Its arrival minus the median arrival of the others, nanoseconds.
     pub lag_ns: u64,
+}
+
+/// A rank may have been late beyond the threshold: too few ranks are watched to name it, and the library does not say who arrived
+/// last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Unnamed {
+    /// The longest wait of a watched rank for one that is not, if the records say for whom it waited.
+    pub wait: Option<PeerWait>,
+}
+
+/// A wait for a peer on another node. The peer may have waited itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PeerWait {
+    /// The rank that waited.
+    pub rank: u32,
+    /// The rank that it waited for.
+    pub peer: u32,
+    /// How long, nanoseconds.
+    pub wait_ns: u64,
 }
 
 /// What the collector hands over at once.

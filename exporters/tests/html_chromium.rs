@@ -13,7 +13,7 @@ use std::{path::PathBuf, process::Command, time::Duration};
 use html_job::{Job, waited_for};
 use ringsight_exporters::{
     html::HtmlExporter,
-    model::{Batch, Exporter, Operation},
+    model::{Batch, Exporter, Operation, PeerWait, Unnamed},
 };
 
 /// `RINGSIGHT_CHROMIUM`, which `cargo xtask test` sets, else Debian's.
@@ -430,6 +430,27 @@ fn nothing_recorded_and_nobody_late_are_said_plainly() {
             .inside("id=\"culprits\"", "table")
             .split("<tr")
             .all(|row| !row.contains("data-rank="))
+    );
+
+    let mut blind = operations;
+    let wait = PeerWait {
+        rank: 1,
+        peer: 9,
+        wait_ns: 30_000_000,
+    };
+    blind[7].unnamed = Some(Unnamed { wait: Some(wait) });
+    let Some(blind) = page("blind", "blind", &blind) else {
+        return;
+    };
+    let document = blind.document("");
+    assert_eq!(
+        text(document.inside("id=\"verdict-line\"", "h2")),
+        "A rank may have been late, and nobody can say which"
+    );
+    let more = text(document.inside("id=\"verdict-more\"", "p"));
+    assert!(
+        more.ends_with("Rank 1 waited 30.0 ms for rank 9, which is not watched here and may have waited itself."),
+        "{more}"
     );
 }
 

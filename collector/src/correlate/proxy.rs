@@ -138,7 +138,19 @@ pub struct ProxyOperation {
     active_len: usize,
 }
 
+/// The states in which a step waits for the peer: for its data, or for room at its end.
+const PEER_WAITS: [State; 2] = [State::STEP_RECV_WAIT, State::STEP_SEND_PEER_WAIT];
+
 impl ProxyOperation {
+    /// The longest that one of its steps waited for the peer, nanoseconds.
+    #[must_use]
+    pub fn peer_wait_ns(&self) -> u64 {
+        let waits = PEER_WAITS
+            .iter()
+            .map(|state| self.sums[state_index(*state)].max_ns);
+        waits.max().unwrap_or(0)
+    }
+
     pub(super) fn new(record: &Record, index: u32) -> Self {
         Self {
             channel: record.channel,

@@ -14,7 +14,7 @@ pub(crate) use rank::timing_source_of;
 use std::{collections::VecDeque, sync::Arc};
 
 use ringsight_exporters::model::{
-    Attribute, Culprit, Operation, OperationRank, Resource, Span, SpanId, SpanLink, TraceId, Value,
+    Attribute, Culprit, Operation, OperationRank, Resource, Span, SpanId, SpanLink, TraceId, Unnamed, Value,
 };
 use ringsight_records::{Algorithm, DataType, Description, Function, Protocol, ReduceOp};
 
@@ -64,6 +64,8 @@ pub struct InstanceSummary {
     pub culprit: Option<Culprit>,
     /// How it is known who is late.
     pub source: Source,
+    /// A rank may have been late, and nobody can say which.
+    pub unnamed: Option<Unnamed>,
     /// Bus bandwidth in bytes per second, by nccl-tests' factors; `None` if the time or size is not known.
     pub bus_bandwidth: Option<f64>,
     /// Everything was seen of every watched rank.
@@ -165,7 +167,11 @@ impl SpanMaker {
         self.arrivals
             .extend(started.map(|part| (part.rank, part.device.0)));
         let by_arrival = arrivals::find(instance, function, &self.arrivals, self.lag_threshold_ns);
-        let Finding { culprit, source } = match waited_for {
+        let Finding {
+            culprit,
+            source,
+            unnamed,
+        } = match waited_for {
             Some(named)
                 if by_arrival
                     .culprit
@@ -178,6 +184,7 @@ impl SpanMaker {
                         lag_ns: named.waited_ns,
                     }),
                     source: Source::Watchdog,
+                    unnamed: None,
                 }
             }
             _ => by_arrival,
@@ -213,6 +220,7 @@ impl SpanMaker {
             function,
             culprit,
             source,
+            unnamed,
             bus_bandwidth,
             complete,
             waited_until_ns: waited_for.map_or(0, |named| named.until_ns),
@@ -351,6 +359,7 @@ impl SpanMaker {
                 .map_or("", Algorithm::name),
             by_rank: by_rank.collect(),
             culprit: summary.culprit.clone(),
+            unnamed: summary.unnamed,
             waited_until_ns: unix(summary.waited_until_ns),
             complete: summary.complete,
         }

@@ -28,8 +28,17 @@ const ops = (() => {
   for (const i of source.incomplete) o.incomplete[i] = 1;
   o.waitedUntil = new Float64Array(n);
   for (const [i, after] of source.waited_until) o.waitedUntil[i] = o.start[i] + after;
+  // By operation: nobody can say which rank was late. Who waited, for whom and how long; -1 where that is not known.
+  o.unnamed = new Map(source.unnamed.map(([i, rank, peer, wait]) => [i, { op: i, rank, peer, wait }]));
   return o;
 })();
+
+// Why no late rank is named, in words.
+function unnamedWords({ op, rank, peer, wait }) {
+  const seen = ops.part[op + 1] - ops.part[op];
+  return `Only ${count(seen)} of ${count(raw.communicators[ops.comm[op]].ranks)} ranks are watched here, and the library does not say who arrived last. ` +
+    (rank < 0 ? "Watch all nodes to name the late rank." : `Rank ${rank} waited ${duration(wait)} for rank ${peer}, which is not watched here and may have waited itself.`);
+}
 
 // Bus bandwidth over algorithm bandwidth (nccl-tests, PERFORMANCE.md).
 function busFactor(name, ranks) {

@@ -82,7 +82,7 @@ function drawDetails() {
   const communicator = raw.communicators[ops.comm[op]];
   const seen = ops.part[op + 1] - ops.part[op];
   const content = [element("h3", {}, swatch(op), `${opTitle(op)} · ${commName(ops.comm[op])}`)];
-  content.push(element("p", { className: "cause" }, ...(isLate(op) ? cause(op) : ["No rank was late beyond the threshold."])));
+  content.push(element("p", { className: "cause" }, ...(isLate(op) ? cause(op) : [ops.unnamed.has(op) ? unnamedWords(ops.unnamed.get(op)) : "No rank was late beyond the threshold."])));
   if (ops.incomplete[op]) {
     content.push(element("p", { className: "notice", textContent: "Events of this operation were lost; what is shown may lack parts." }));
   }

@@ -13,6 +13,10 @@ function drawVerdict() {
   } else if (!ops.n) {
     line.textContent = "No operation has finished yet";
     more.textContent = raw.final ? "The recording ended without one." : "Reload this page later: it is rewritten while the recording goes on.";
+  } else if (!late && ops.unnamed.size) {
+    const worst = [...ops.unnamed.values()].reduce((a, b) => b.wait > a.wait ? b : a);
+    line.textContent = "A rank may have been late, and nobody can say which";
+    more.textContent = `In ${plural(ops.unnamed.size, "operation")} of ${count(ops.n)}. ` + unnamedWords(worst);
   } else if (!late) {
     line.textContent = "No rank was late";
     more.textContent = `In ${plural(ops.n, "operation")}, no rank arrived later than the others beyond the threshold.`;

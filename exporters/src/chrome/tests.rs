@@ -398,6 +398,7 @@ fn operation(culprit: Option<u32>) -> Operation {
             rank,
             lag_ns: 40_000_000,
         }),
+        unnamed: None,
         waited_until_ns: 0,
         complete: true,
     }

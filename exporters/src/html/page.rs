@@ -326,6 +326,14 @@ fn data(out: &mut impl Write, store: &Store, findings: &[Finding], lost: u64, la
     column(out, "waited_until", waited, |(index, (operation, start))| {
         format!("[{index},{}]", operation.waited_until_ns.saturating_sub(*start))
     })?;
+    // Index; rank that waited, rank that it waited for, and how long, or -1 where that is not known.
+    let unnamed = ops()
+        .enumerate()
+        .filter_map(|(index, operation)| Some((index, operation.unnamed?)));
+    column(out, "unnamed", unnamed, |(index, unnamed)| match unnamed.wait {
+        Some(wait) => format!("[{index},{},{},{}]", wait.rank, wait.peer, wait.wait_ns),
+        None => format!("[{index},-1,-1,0]"),
+    })?;
     out.write_all(b"\"trace\":\"")?;
     for operation in ops() {
         write!(out, "{:032x}", u128::from_be_bytes(operation.trace_id))?;

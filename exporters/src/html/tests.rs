@@ -1,10 +1,10 @@
 use std::{fs, sync::Arc};
 
 use proptest::prelude::*;
-use serde_json::Value as Json;
+use serde_json::{Value as Json, json};
 
 use super::*;
-use crate::model::{Culprit, Metric, Operation, OperationRank, Resource, Value};
+use crate::model::{Culprit, Metric, Operation, OperationRank, PeerWait, Resource, Unnamed, Value};
 
 fn part(rank: u32, pid: u32, start: u64, end: u64) -> OperationRank {
     OperationRank {
@@ -32,6 +32,7 @@ fn operation(number: u64, by_rank: Vec<OperationRank>) -> Operation {
         algorithm: "ring",
         by_rank,
         culprit: None,
+        unnamed: None,
         waited_until_ns: 0,
         complete: true,
     }
@@ -91,8 +92,16 @@ fn columns_give_back_the_operations() {
     late.culprit = Some(Culprit { rank: 2, lag_ns: 700 });
     let mut damaged = regular(2, 2);
     damaged.complete = false;
+    let wait = PeerWait {
+        rank: 1,
+        peer: 9,
+        wait_ns: 7,
+    };
+    damaged.unnamed = Some(Unnamed { wait: Some(wait) });
+    let mut first = regular(0, 3);
+    first.unnamed = Some(Unnamed { wait: None });
     // In the order of their ends, not of their starts.
-    let (_, data) = written("t", &store_of(&[late, regular(0, 3), damaged]), 4);
+    let (_, data) = written("t", &store_of(&[late, first, damaged]), 4);
     let operations = &data["operations"];
     assert_eq!(data["t0"], (T0 - 5).to_string());
     assert_eq!(numbers(&operations["start"]), [0, 1000, 1000]);
@@ -101,6 +110,7 @@ fn columns_give_back_the_operations() {
     assert_eq!(numbers(&operations["lag"]), [0, 700, 0]);
     assert_eq!(numbers(&operations["culprit"]), [-1, 2, -1]);
     assert_eq!(numbers(&operations["incomplete"]), [2]);
+    assert_eq!(operations["unnamed"], json!([[0, -1, -1, 0], [2, 1, 9, 7]]));
     assert_eq!(operations["trace"].as_str().unwrap().len(), 3 * 32);
     assert_eq!(numbers(&data["parts"]["row"]), [0, 1, 2, 0, 1, 2, 0, 1]);
     assert_eq!(numbers(&data["parts"]["start"]), [5, 5, 5, 5, 5, 705, 5, 5]);

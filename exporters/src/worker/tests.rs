@@ -92,6 +92,7 @@ fn batch(logs: usize, operations: usize) -> Arc<Batch> {
         algorithm: "ring",
         by_rank: Vec::new(),
         culprit: None,
+        unnamed: None,
         waited_until_ns: 0,
         complete: true,
     };

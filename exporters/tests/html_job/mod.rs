@@ -121,6 +121,7 @@ impl Job {
                     algorithm: "ring",
                     by_rank,
                     culprit,
+                    unnamed: None,
                     waited_until_ns: 0,
                     complete: number % 4001 != 4000,
                 }
