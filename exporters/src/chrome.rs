@@ -10,6 +10,7 @@
 
 mod arguments;
 mod file;
+mod flows;
 mod tracks;
 
 use std::{fs::File, io::Write as _, path::Path, time::Duration};
@@ -18,7 +19,8 @@ use ringsight_output::{Destination, Error};
 
 use self::{
     arguments::{Arguments, string},
-    file::{ArrayFile, Medium},
+    file::{Medium, TraceFile},
+    flows::{End, Ends, Flows},
     tracks::{Place, Track, Tracks},
 };
 use crate::model::{
@@ -113,8 +115,9 @@ struct Pending {
 
 /// Formats events and hands them to the file chunk by chunk.
 struct Writer<M> {
-    file: ArrayFile<M>,
+    file: TraceFile<M>,
     tracks: Tracks,
+    flows: Flows,
     /// Formatted events, each beginning with `,\n`.
     buffer: Vec<u8>,
     pending: Pending,
@@ -135,8 +138,9 @@ impl<M: Medium> Writer<M> {
             "\",\"ts\":\"microseconds since midnight UTC\"}}"
         );
         Ok(Self {
-            file: ArrayFile::create(medium, head)?,
+            file: TraceFile::create(medium, head)?,
             tracks: Tracks::default(),
+            flows: Flows::default(),
             buffer: Vec::new(),
             pending: Pending::default(),
             origin_ns: None,
@@ -236,10 +240,14 @@ impl<M: Medium> Writer<M> {
             self.buffer.extend_from_slice(b"}}");
         }
 
-        // A flow's two ends are tied by their id, here the sender's span id; neither end needs the other to have been
-        // written, or to be in this file at all.
-        if span.name.starts_with("send") || span.name.starts_with("proxy send") {
-            self.flow('s', place, span.start_unix_ns, span.span_id);
+        // A flow's two ends are tied by their id, here the sender's span id.
+        if ["send rank", "proxy send"].contains(&span.name) {
+            let end = End {
+                place,
+                unix_ns: span.start_unix_ns,
+            };
+            let ends = self.flows.start(span.span_id, end);
+            self.flow(span.span_id, ends);
         }
         for link in &span.links {
             let of_send = link.attributes.iter().any(|(key, value)| {
@@ -252,26 +260,28 @@ impl<M: Medium> Writer<M> {
             });
             if of_send {
                 // The last moment inside the span: the data has arrived, and the arrow points forward in time.
-                self.flow(
-                    'f',
-                    place,
-                    span.start_unix_ns + duration.saturating_sub(1),
-                    link.span_id,
-                );
+                let unix_ns = span.start_unix_ns + duration.saturating_sub(1);
+                let ends = self.flows.finish(link.span_id, End { place, unix_ns });
+                self.flow(link.span_id, ends);
             }
         }
     }
 
-    fn flow(&mut self, phase: char, place: Place, unix_ns: u64, id: [u8; 8]) {
-        self.begin(phase, place, unix_ns);
+    /// Writes a flow once both of its ends are known: viewers take an end alone for damage.
+    fn flow(&mut self, id: [u8; 8], ends: Option<Ends>) {
+        let Some(Ends { start, finish }) = ends else {
+            return;
+        };
         // `bp: e` binds the end to the enclosing slice instead of the next one.
-        let bind = if phase == 'f' { ",\"bp\":\"e\"" } else { "" };
-        write!(
-            self.buffer,
-            ",\"cat\":\"message\",\"name\":\"send to recv\",\"id\":\"0x{:x}\"{bind}}}",
-            u64::from_be_bytes(id)
-        )
-        .ok();
+        for (phase, end, bind) in [('s', start, ""), ('f', finish, ",\"bp\":\"e\"")] {
+            self.begin(phase, end.place, end.unix_ns);
+            write!(
+                self.buffer,
+                ",\"cat\":\"message\",\"name\":\"send to recv\",\"id\":\"0x{:x}\"{bind}}}",
+                u64::from_be_bytes(id)
+            )
+            .ok();
+        }
     }
 
     fn culprit(&mut self, operation: &Operation) {

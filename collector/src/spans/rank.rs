@@ -50,6 +50,12 @@ impl Part<'_> {
         counts: &mut SpanCounts,
     ) -> Range {
         let part = self.part;
+        // The two ends of a message are of different functions; `function` is of one of them.
+        let function = match part.direction() {
+            Direction::None => function,
+            Direction::Send => Some(Function::Send),
+            Direction::Recv => Some(Function::Recv),
+        };
         let resource = resource_of(part, self.communicator, self.communicators, self.fallback);
         let key = SpanKey::rank(Role::Rank, part.rank, part.direction());
         let rank_id = key.span_id(&ids.trace_id);

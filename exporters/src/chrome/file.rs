@@ -1,11 +1,13 @@
-//! A growing JSON array that is complete after every write.
+//! A growing trace file that is complete after every write.
 
 use std::{fs::File, io, os::unix::fs::FileExt as _};
 
-/// Closes the array; the next append overwrites it.
-const TAIL: &[u8] = b"\n]\n";
+/// Opens the object and its array. Tools like HTA take the object form alone.
+const HEAD: &str = "{\"displayTimeUnit\":\"ns\",\"traceEvents\":[\n";
+/// Closes both; the next append overwrites it.
+const TAIL: &[u8] = b"\n]}\n";
 
-/// What an [`ArrayFile`] needs of a file.
+/// What an [`TraceFile`] needs of a file.
 pub(super) trait Medium {
     /// Writes all of `bytes` at `offset`, bytes from the start. On failure any part may have been written.
     fn write_at(&mut self, offset: u64, bytes: &[u8]) -> io::Result<()>;
@@ -23,20 +25,20 @@ impl Medium for File {
     }
 }
 
-/// A JSON array of at least one element.
+/// A JSON object with an array of at least one event.
 ///
 /// Between appends the file is valid JSON. A process killed in the middle of one leaves an array without its end, which
 /// the viewers accept; a full disk leaves the array as it was before that append.
-pub(super) struct ArrayFile<M> {
+pub(super) struct TraceFile<M> {
     medium: M,
     /// Bytes up to the end of the last element.
     length: u64,
 }
 
-impl<M: Medium> ArrayFile<M> {
+impl<M: Medium> TraceFile<M> {
     /// Starts the array with one element, so that every later one begins with a comma.
     pub(super) fn create(mut medium: M, first: &str) -> io::Result<Self> {
-        let mut bytes = format!("[\n{first}").into_bytes();
+        let mut bytes = format!("{HEAD}{first}").into_bytes();
         let length = bytes.len() as u64;
         bytes.extend_from_slice(TAIL);
         medium.write_at(0, &bytes)?;

@@ -23,8 +23,14 @@ impl Disk {
     }
 
     fn parse(&self) -> Vec<Json> {
-        serde_json::from_slice(&self.bytes.borrow()).expect("the file is JSON at every moment")
+        events_of(&self.bytes.borrow())
     }
+}
+
+/// The events of a file, which is JSON at every moment.
+fn events_of(file: &[u8]) -> Vec<Json> {
+    let mut file: Json = serde_json::from_slice(file).expect("the file is JSON at every moment");
+    serde_json::from_value(file["traceEvents"].take()).expect("an array of events")
 }
 
 impl Medium for Disk {

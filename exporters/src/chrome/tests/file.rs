@@ -96,7 +96,7 @@ fn ten_thousand_operations_are_written_quickly() {
     let bytes = std::fs::read(&path).unwrap();
     println!("80,000 spans: {:.1} MB in {elapsed:?}", bytes.len() as f64 / 1e6);
     assert_eq!(exporter.stats()[Signal::Traces].delivered, 80_000);
-    let events: Vec<Json> = serde_json::from_slice(&bytes).unwrap();
+    let events = events_of(&bytes);
     assert_eq!(by_name(&events, "X", "all_gather rank").len(), 80_000);
     assert!(
         bytes.len() < 80_000 * 900,
