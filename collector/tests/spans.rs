@@ -262,6 +262,11 @@ fn a_receiver_is_linked_to_its_sender() {
             .find(|span| (span.trace_id, span.span_id) == (link.trace_id, link.span_id));
         assert_eq!(send.unwrap().name, "send rank");
         assert_eq!(send.unwrap().trace_id, recv.trace_id);
+        // Whichever end is read first, each has its own function.
+        for (end, function) in [(recv, "recv"), (send.unwrap(), "send")] {
+            let name = attribute(end, "ccl.operation.name");
+            assert_eq!(name, Some(&Value::Static(function)));
+        }
     }
     // The receiver's collector alone computes the same link.
     let alone = collect(job.samples(1..2, &[Operation::message(1, 3, 1)]));
