@@ -21,3 +21,10 @@ pub(crate) fn pid_namespace() -> io::Result<(u64, u64)> {
     let about = fs::metadata("/proc/self/ns/pid")?;
     Ok((about.dev(), about.ino()))
 }
+
+/// Numbers of the processes that there are.
+pub(crate) fn processes() -> io::Result<Vec<u32>> {
+    let entries = fs::read_dir("/proc")?;
+    let numbers = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    Ok(numbers.collect())
+}

@@ -62,7 +62,7 @@ mod watch;
 pub use account::ByKind;
 pub use error::{AttachError, LeaseHolder, Unavailable};
 pub use limits::{LeftOut, Limit};
-pub use look::{Look, look};
+pub use look::{Look, look, ranks_below};
 pub use network::NetworkSample;
 pub use sample::{Carrier, Sample, Source};
 pub use session::{Attached, NetworkScope, Options, Session, UseEbpf};

@@ -1,5 +1,10 @@
 //! Looking at a process without watching it.
 
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::{Duration, Instant},
+};
+
 use ringsight_records::{
     Description, DeviceClock,
     connection::{Connection, ConnectionSlot},
@@ -11,6 +16,7 @@ use ringsight_records::{
 use crate::{
     ask,
     error::AttachError,
+    host,
     limits::{ANSWER_TIME, CpuBudget, DESCRIPTORS_TIME, Limit},
     pages::Mapped,
     procfs::ProcessDirectory,
@@ -82,6 +88,44 @@ impl Look {
             verdicts: pages.verdicts().collect(),
         }
     }
+}
+
+/// Longest time that looking for children may take: it is done for a message.
+const CHILDREN_TIME: Duration = Duration::from_millis(500);
+/// Children that are named.
+const CHILDREN: usize = 1024;
+
+/// Processes below `pid` that have a communicator of a library of ours, by number: the ranks of a launcher. Only the first are
+/// found if there are very many processes.
+#[must_use]
+pub fn ranks_below(pid: u32) -> Vec<u32> {
+    let begun = Instant::now();
+    let is_over = || begun.elapsed() >= CHILDREN_TIME;
+    let mut children: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+    for child in host::processes().unwrap_or_default() {
+        if is_over() {
+            break;
+        }
+        let stat = ProcessDirectory::open(child).and_then(|directory| directory.text("stat"));
+        // The name, in parentheses, may hold anything; state and parent follow it.
+        let parent = stat
+            .ok()
+            .and_then(|stat| stat.rsplit(')').next()?.split_whitespace().nth(1)?.parse().ok());
+        if let Some(parent) = parent {
+            children.entry(parent).or_default().push(child);
+        }
+    }
+    let (mut ranks, mut below) = (BTreeSet::new(), children.remove(&pid).unwrap_or_default());
+    while let Some(child) = below.pop()
+        && ranks.len() < CHILDREN
+        && !is_over()
+    {
+        below.extend(children.remove(&child).unwrap_or_default());
+        if look(child).is_ok_and(|look| !look.communicators.is_empty()) {
+            ranks.insert(child);
+        }
+    }
+    ranks.into_iter().collect()
 }
 
 fn communicators(pages: &Pages<'_>) -> Vec<Communicator> {

@@ -24,7 +24,7 @@ use serde_json::json;
 use tracing::{error, info, warn};
 
 use super::{
-    Exit, findings, log, outputs, print,
+    Exit, findings, launcher, log, outputs, print,
     report::{cpu_seconds, describe, describe_network, report, summarise},
     signals::Ending,
 };
@@ -244,6 +244,8 @@ pub(super) struct Watched {
     /// Processes that are being watched.
     pub(super) attached: Vec<Attached>,
     failed: usize,
+    /// Processes that were no ranks when they were attached to, and what to do instead.
+    launchers: Vec<String>,
     /// How long attaching to all of them took, milliseconds.
     pub(super) attach_ms: f64,
 }
@@ -347,6 +349,13 @@ fn try_run(arguments: &AttachArguments, ending: &Ending) -> Result<Exit, (Exit, 
     } else {
         Exit::Error
     };
+    let received: u64 = summary.records.values().map(|count| count.received).sum();
+    if received == 0 && !watched.launchers.is_empty() {
+        for launcher in &watched.launchers {
+            error!("nothing was seen: {launcher}");
+        }
+        exit = Exit::NothingAttached;
+    }
     if let Some(destination) = outputs.files.summary.take()
         && !write_summary(
             destination,
@@ -404,7 +413,7 @@ fn attach(arguments: &AttachArguments, session: &mut Session, ending: &Ending) -
     let mut seen = std::collections::BTreeSet::new();
     pids.retain(|pid| seen.insert(*pid));
     let mut attached = Vec::new();
-    let mut failed = 0;
+    let (mut failed, mut launchers) = (0, Vec::new());
     session.attach_all(
         &pids,
         || ending.asked(),
@@ -413,6 +422,7 @@ fn attach(arguments: &AttachArguments, session: &mut Session, ending: &Ending) -
             Err(error) => {
                 error!(pid, "{error}");
                 failed += 1;
+                launchers.extend(launcher::hint(pid, "attach"));
             }
         },
     );
@@ -424,6 +434,10 @@ fn attach(arguments: &AttachArguments, session: &mut Session, ending: &Ending) -
     }
     for one in &attached {
         info!(pid = one.process.pid, "{}", describe(one));
+        launchers.extend(no_rank(one));
+    }
+    for launcher in &launchers {
+        warn!("{launcher}");
     }
     for line in describe_network(session.network()) {
         info!("{line}");
@@ -431,8 +445,19 @@ fn attach(arguments: &AttachArguments, session: &mut Session, ending: &Ending) -
     Watched {
         attached,
         failed,
+        launchers,
         attach_ms,
     }
+}
+
+/// What to say of a process that uses nothing of its library, if its children do.
+fn no_rank(attached: &Attached) -> Option<String> {
+    let process = &attached.process;
+    let is_rank = || ringsight_probes::look(process.pid).is_ok_and(|look| !look.communicators.is_empty());
+    if !process.instrumented || is_rank() {
+        return None;
+    }
+    launcher::hint(process.pid, "attach")
 }
 
 /// The text for trace ids; `first` is the process whose environment `--scope-env` names a variable of.

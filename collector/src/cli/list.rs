@@ -64,6 +64,14 @@ fn flavour(library: &Library) -> &'static str {
     }
 }
 
+/// What hits a probe. The shared ring takes the records of a library of ours, and a probe those that the ring has no room for.
+fn hit_by(library: &Library) -> &'static str {
+    match library.flavour {
+        Flavour::Instrumented => "record_without_room",
+        Flavour::Stock => "call",
+    }
+}
+
 fn to_json(
     pid: u32,
     library: &Library,
@@ -80,6 +88,7 @@ fn to_json(
             "kind": site.kind.name(),
             "returns": site.returns,
             "predicted_ns": site.predicted_ns(),
+            "hit_by": hit_by(library),
         })
     });
     let communicators = communicators.iter().map(|communicator| {
@@ -181,14 +190,14 @@ fn to_text(
         .max("symbol".len());
     let _ = writeln!(
         text,
-        "\n{:<width$}  {:>6}  {:<14}  {:>13}",
-        "symbol", "offset", "site", "predicted ns"
+        "\n{:<width$}  {:>6}  {:<14}  {:>15}",
+        "symbol", "offset", "site", "ns if it is hit"
     );
     for site in sites {
         let returns = if site.returns { " and return" } else { "" };
         let _ = writeln!(
             text,
-            "{:<width$}  {:>6}  {:<14}  {:>13}{returns}",
+            "{:<width$}  {:>6}  {:<14}  {:>15}{returns}",
             Printable::from(&*site.symbol),
             format!("+{}", site.within),
             site.kind.name(),
@@ -196,9 +205,14 @@ fn to_text(
         );
     }
     if library.flavour == Flavour::Stock {
-        text.push_str("\nThis library has no probe functions of ours: its calls are timed from outside.\n");
+        text.push_str(
+            "\nThis library has no probe functions of ours: its calls are timed from outside. Every call hits its probe.\n",
+        );
         return text;
     }
+    text.push_str(
+        "\nThe shared ring takes the records, and then no probe is hit. A probe is hit only by a record that the ring has no room for.\n",
+    );
     let _ = writeln!(
         text,
         "\n{:<16}  {:>5}  {:>5}  {:>5}  {:>6}  name",

@@ -4,6 +4,7 @@ mod attach;
 mod connections;
 mod explain;
 mod findings;
+mod launcher;
 mod list;
 mod log;
 mod outputs;
@@ -26,7 +27,7 @@ pub(crate) enum Exit {
     Error = 1,
     /// The command line makes no sense.
     Usage = 2,
-    /// Nothing could be attached to.
+    /// Nothing could be attached to, or only processes without a communicator whose children have one.
     NothingAttached = 3,
     /// Not everything reached where it was to go.
     ExportIncomplete = 4,

@@ -25,7 +25,7 @@ use ringsight_records::Function;
 use serde_json::{Value, json};
 use tracing::{error, warn};
 
-use super::{Exit, attach::parse_duration, connections, print, print_json, verdicts, write_stdout};
+use super::{Exit, attach::parse_duration, connections, launcher, print, print_json, verdicts, write_stdout};
 
 /// Ranks that dumps list at most, all communicators and the job once for each of them.
 const DUMPED_RANKS: usize = 1 << 22;
@@ -82,6 +82,9 @@ fn read_all(pids: &[u32], known: &mut BTreeSet<String>) -> Taken {
                 exit = Exit::Error;
                 if known.insert(problem.clone()) {
                     error!(pid, "{problem}");
+                    if let Some(hint) = launcher::hint(*pid, "snapshot") {
+                        error!("{hint}");
+                    }
                 }
             }
         }
@@ -364,7 +367,9 @@ impl<'a> View<'a> {
             .filter(|process| process.communicators.is_empty());
         for process in alone {
             // Writing to a string does not fail, here and below.
-            let _ = writeln!(text, "process {}: no communicator", process.pid);
+            let line = launcher::hint(process.pid, "snapshot")
+                .unwrap_or_else(|| format!("process {}: no communicator", process.pid));
+            let _ = writeln!(text, "{line}");
         }
         text
     }

@@ -68,7 +68,7 @@ impl Instance {
 /// What was given up, counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GivenUp {
-    /// Instances handed out before all watched ranks' parts had come.
+    /// Instances handed out because some watched ranks' parts had not come for too long.
     pub timed_out: u64,
     /// Parts that came twice.
     pub duplicates: u64,
@@ -250,6 +250,7 @@ impl Instances {
                     if now_ns < since_ns.saturating_add(limits.instance_linger_ns) {
                         break;
                     }
+                    self.given_up.timed_out += u64::from(self.lacks_parts(&key));
                     self.give_up(key, own, limits.instances.process, out);
                 }
                 own.queue.pop_front();
@@ -262,6 +263,10 @@ impl Instances {
     fn is_waiting(&self, key: &InstanceKey, begun_by: u32, since_ns: u64) -> bool {
         let instance = self.waiting.get(key);
         instance.is_some_and(|instance| (instance.begun_by, instance.since_ns) == (begun_by, since_ns))
+    }
+
+    fn lacks_parts(&self, key: &InstanceKey) -> bool {
+        self.waiting.get(key).is_some_and(|instance| !instance.whole)
     }
 
     /// Hands out the oldest instance that a process has begun.
@@ -286,7 +291,6 @@ impl Instances {
             return;
         };
         own.waiting = own.waiting.saturating_sub(1);
-        self.given_up.timed_out += u64::from(!instance.whole);
         if !instance.whole && self.remembered.insert(key) {
             own.remembered.push_back(key);
             if own.remembered.len() > most
@@ -298,7 +302,7 @@ impl Instances {
         out.push(instance);
     }
 
-    /// Hands out everything.
+    /// Hands out everything. What lacks parts then had no time to get them: those are counted as unfinished.
     pub fn finish(&mut self, out: &mut Vec<Instance>) {
         let mut processes = std::mem::take(&mut self.by_process);
         for (pid, own) in &mut processes {
