@@ -8,12 +8,14 @@ use ringsight_records::{Flags, Function, Kind, PathChange, Record, State, VERSIO
 
 use crate::{
     awaited::Awaited,
+    chronic::{self, Chronic},
     clock::Clock,
     correlate::{
         Correlator, Finished, RankOperation,
         communicators::{Communicators, Port},
         instance::{Context, Instance, Instances},
     },
+    deaths::Deaths,
     findings::Findings,
     identity::{InstanceKey, Scope},
     lag,
@@ -22,7 +24,7 @@ use crate::{
     network::{Network, Output},
     resource,
     spans::SpanMaker,
-    summary::OperationLog,
+    summary::{OperationLog, StragglerRow},
 };
 
 /// How a collector works.
@@ -74,6 +76,8 @@ pub struct Collector {
     network: Network,
     awaited: Awaited,
     findings: Findings,
+    deaths: Deaths,
+    chronic: Chronic,
     /// [`Collector::finish`] was called.
     is_over: bool,
     start_unix_ns: u64,
@@ -89,6 +93,7 @@ pub struct Collector {
     finished: Vec<Finished>,
     ready: Vec<Instance>,
     arrivals: lag::Arrivals,
+    lags: Vec<(u32, i64)>,
 }
 
 impl Collector {
@@ -110,6 +115,8 @@ impl Collector {
             network: Network::new(Arc::clone(&own)),
             awaited: Awaited::default(),
             findings: Findings::default(),
+            deaths: Deaths::default(),
+            chronic: Chronic::default(),
             is_over: false,
             start_unix_ns: clock.unix_ns(now_ns),
             metrics: Metrics::new(clock.unix_ns(now_ns), own),
@@ -124,6 +131,7 @@ impl Collector {
             finished: Vec::new(),
             ready: Vec::new(),
             arrivals: lag::Arrivals::default(),
+            lags: Vec::new(),
         }
     }
 
@@ -279,9 +287,16 @@ impl Collector {
                 self.network.lose(*count);
                 return;
             }
-            Sample::Exited { pid, .. } => {
-                let pid = *pid;
+            Sample::Failed { pid, status } => {
+                self.died(*pid, Some(*status));
+                return;
+            }
+            Sample::Exited { pid, ended } => {
+                let (pid, ended) = (*pid, *ended);
                 self.network_of_exited(pid);
+                if ended {
+                    self.died(pid, None);
+                }
                 let until = self.now_ns.saturating_add(2 * self.limits.instance_linger_ns);
                 self.gone.push((until, pid));
             }
@@ -290,6 +305,57 @@ impl Collector {
         self.correlator.ingest(sample, &mut self.finished);
         if !self.finished.is_empty() {
             self.hand_on();
+        }
+    }
+
+    /// A process has ended, if that is known with a `status` that is no success: whoever waits for one of its ranks waits for ever.
+    fn died(&mut self, pid: u32, status: Option<i32>) {
+        let now_ns = self.now_ns;
+        for (comm, rank) in self.communicators.live_ranks(pid) {
+            let report = self.deaths.died(comm, (pid, rank), status, now_ns);
+            self.finished.extend(report.map(Finished::Judged));
+        }
+        if !self.finished.is_empty() {
+            self.hand_on();
+        }
+    }
+
+    /// Looks for operations that wait for ranks which are dead.
+    fn look_for_bereaved(&mut self) {
+        for comm in self.deaths.due(self.now_ns) {
+            let Some(communicator) = self.communicators.get(comm) else {
+                continue;
+            };
+            let processes = communicator.processes();
+            let running = processes.flat_map(|pid| self.correlator.running(pid));
+            let mut waiting: Vec<Box<RankOperation>> = running
+                .filter(|part| self.communicators.named(part.pid, part.comm) == comm)
+                .filter(|part| !part.completed && part.begun_ns().is_some())
+                .map(|part| {
+                    let mut part = part.judged();
+                    (part.comm, part.ranks) = (comm, communicator.ranks);
+                    part
+                })
+                .collect();
+            waiting.sort_by_key(|part| part.begun_ns());
+            for part in waiting {
+                let report = self.deaths.report(&part);
+                self.finished.extend(report.map(Finished::Judged));
+            }
+        }
+        if !self.finished.is_empty() {
+            self.hand_on();
+        }
+        self.report_failures(false);
+    }
+
+    /// Reports ranks whose process failed with no operation of others to show for it. `is_last`: nothing more is to be seen.
+    fn report_failures(&mut self, is_last: bool) {
+        let limit = self.correlator.limits().findings;
+        for (comm, mut part) in self.deaths.failures(self.now_ns, is_last) {
+            part.ranks = self.communicators.get(comm).map_or(0, |known| known.ranks);
+            self.findings
+                .judged(&part, self.maker.scope(), &self.communicators, limit);
         }
     }
 
@@ -342,23 +408,7 @@ impl Collector {
                         self.correlator.recycle(part);
                     }
                 }
-                Finished::Judged(part) => {
-                    let limit = self.correlator.limits().findings;
-                    self.findings.judged(&part, self.maker.scope(), limit);
-                    let instead = self
-                        .awaited
-                        .judged(&part, &mut self.correlator, &self.communicators);
-                    let (log, hang) = self
-                        .maker
-                        .verdict(&part, instead, &self.communicators, &self.clock);
-                    self.batch.logs.extend(log);
-                    self.batch.spans.extend(hang);
-                    let communicator = self.communicators.get(part.comm);
-                    let member = communicator.and_then(|known| known.member(part.pid, part.rank));
-                    if let (Some(member), Some(verdict)) = (member, part.verdicts.last()) {
-                        self.metrics.judged(verdict, &member.resource);
-                    }
-                }
+                Finished::Judged(part) => self.judged(&part),
                 Finished::Group(group) => {
                     self.maker
                         .group(&group, &self.communicators, &self.clock, &mut self.batch.spans);
@@ -381,6 +431,26 @@ impl Collector {
         self.finished = finished;
         if !self.ready.is_empty() {
             self.emit(SPANS_AT_ONCE);
+        }
+    }
+
+    /// A watchdog has given a verdict, the last one of `part`, or the collector has for it.
+    fn judged(&mut self, part: &RankOperation) {
+        let limit = self.correlator.limits().findings;
+        self.findings
+            .judged(part, self.maker.scope(), &self.communicators, limit);
+        let instead = self
+            .awaited
+            .judged(part, &mut self.correlator, &self.communicators);
+        let (log, hang) = self
+            .maker
+            .verdict(part, instead, &self.communicators, &self.clock);
+        self.batch.logs.extend(log);
+        self.batch.spans.extend(hang);
+        let communicator = self.communicators.get(part.comm);
+        let member = communicator.and_then(|known| known.member(part.pid, part.rank));
+        if let (Some(member), Some(verdict)) = (member, part.verdicts.last()) {
+            self.metrics.judged(verdict, &member.resource);
         }
     }
 
@@ -419,6 +489,11 @@ impl Collector {
         if part.cut_ns == 0 {
             self.findings.ended(&part);
         }
+        if part.aborted
+            && let Some(report) = self.deaths.failed(&part, self.now_ns)
+        {
+            self.judged(&report);
+        }
         self.awaited.over(&part, &self.communicators);
         let Some(owner) = self.communicators.process(part.pid).map(|watched| watched.owner) else {
             self.correlator.recycle(part);
@@ -449,6 +524,7 @@ impl Collector {
         let now_ns = self.now_ns;
         let (network, mut output) = self.network();
         network.settle_failovers(now_ns, &mut output);
+        self.look_for_bereaved();
         if !self.gone.is_empty() {
             let now = self.now_ns;
             let (communicators, awaited) = (&mut self.communicators, &mut self.awaited);
@@ -462,6 +538,7 @@ impl Collector {
                 }
                 *until > now
             });
+            self.deaths.settle(&self.communicators);
         }
     }
 
@@ -483,6 +560,9 @@ impl Collector {
             let has_lags = synchronises && begun > 1 && begun == instance.parts.len();
             if has_lags {
                 self.arrivals.set(instance.parts.iter().map(|part| part.device.0));
+                if !instance.late && instance.parts.iter().all(|part| part.cut_ns == 0) {
+                    self.observe_lags(&instance);
+                }
             }
             let ended = |part: &RankOperation| part.cut_ns == 0;
             for part in instance.parts.iter().filter(|part| ended(part)) {
@@ -510,6 +590,41 @@ impl Collector {
         self.ready = Vec::from(ready);
     }
 
+    /// An operation whose ranks have all begun and ended goes to what is known of each rank.
+    fn observe_lags(&mut self, instance: &Instance) {
+        let parts = || instance.parts.iter();
+        let (Some((begun_ns, last_ns, loss_ns)), Some(first)) = (self.arrivals.ends(), parts().next()) else {
+            return;
+        };
+        self.lags.clear();
+        self.lags
+            .extend(parts().map(|part| (part.rank, self.arrivals.lag_of(part.device.0))));
+        let operation = chronic::Operation {
+            comm: instance.key.comm,
+            pid: first.pid,
+            begun_ns,
+            end_ns: parts().map(|part| part.device.1).max().unwrap_or(last_ns),
+            lags: &self.lags,
+            last: parts()
+                .find(|part| part.device.0 == last_ns)
+                .map(|part| part.rank),
+            loss_ns,
+        };
+        self.chronic.observe(&operation, self.limits.stragglers);
+    }
+
+    /// Each rank's lags over the window, by communicator and rank.
+    #[must_use]
+    pub fn stragglers(&self) -> Vec<StragglerRow> {
+        let rows = self.chronic.rows().into_iter();
+        rows.map(|row| {
+            let communicator = self.communicators.get(row.communicator);
+            let member = communicator.and_then(|known| known.of_rank(row.rank));
+            StragglerRow::new(row, communicator.map(|known| &*known.name), member)
+        })
+        .collect()
+    }
+
     /// Lets go of everything: operations in flight are reported as unfinished.
     pub fn finish(&mut self, now_ns: u64) {
         while self.finish_some(now_ns, usize::MAX) {}
@@ -528,6 +643,7 @@ impl Collector {
                 return true;
             }
             self.instances.finish(&mut self.ready);
+            self.report_failures(true);
         }
         self.emit(most);
         !self.ready.is_empty()
@@ -596,6 +712,7 @@ impl Collector {
             *self.metrics.left_out(),
             *self.network.left_out(),
             self.log.left_out(),
+            *self.chronic.left_out(),
         ];
         parts.iter().for_each(|part| left_out.add_all(part));
         Readings {

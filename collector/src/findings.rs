@@ -32,6 +32,7 @@ use rustc_hash::FxHashMap;
 use crate::{
     clock::Clock,
     correlate::{RankOperation, Verdict, communicators::Communicators},
+    deaths::NO_OPERATION,
     identity::{InstanceKey, Scope},
     lag::WaitedFor,
     limits::{LeftOut, Limit, Shared},
@@ -42,13 +43,15 @@ use crate::{
 const SETTLE_NS: u64 = 150_000_000;
 
 /// What one rank said last.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Said {
     verdict: Verdict,
     /// Since when the rank's part has been in progress.
     begun_ns: u64,
     /// The rank's process.
     pid: u32,
+    /// The culprit's process, which may be gone when this is shown.
+    culprit: Option<model::Place>,
 }
 
 /// What the ranks of one operation said.
@@ -72,8 +75,13 @@ struct Row {
 impl Row {
     /// The verdict that stands for the row; there is always one.
     fn gravest(&self) -> Option<&Verdict> {
-        let verdicts = self.said.values().map(|said| &said.verdict);
-        verdicts.max_by_key(|verdict| {
+        self.said_last().map(|said| &said.verdict)
+    }
+
+    /// What was said with that verdict.
+    fn said_last(&self) -> Option<&Said> {
+        self.said.values().max_by_key(|said| {
+            let verdict = &said.verdict;
             let precedence = std::cmp::Reverse(verdict.cause);
             (verdict.hang, precedence, verdict.time_ns)
         })
@@ -117,7 +125,13 @@ pub struct Findings {
 
 impl Findings {
     /// A rank's watchdog has given a verdict, the last one of `part`. `limit` is for the rank's process, and for all.
-    pub(crate) fn judged(&mut self, part: &RankOperation, scope: &Scope, limit: Shared) {
+    pub(crate) fn judged(
+        &mut self,
+        part: &RankOperation,
+        scope: &Scope,
+        communicators: &Communicators,
+        limit: Shared,
+    ) {
         let (Some(verdict), Some(key)) = (part.verdicts.last(), part.instance()) else {
             return;
         };
@@ -132,7 +146,10 @@ impl Findings {
             Row {
                 number: *numbers,
                 trace_id: key.trace_id(scope),
-                name: operation_name(part.function(), key.kind),
+                name: match key.seq {
+                    NO_OPERATION => "",
+                    _ => operation_name(part.function(), key.kind),
+                },
                 said: BTreeMap::new(),
                 first_ns: verdict.time_ns,
                 ended_ns: None,
@@ -154,6 +171,7 @@ impl Findings {
             verdict: *verdict,
             begun_ns: begun_ns.min(verdict.time_ns),
             pid: part.pid,
+            culprit: place_of(communicators, key.comm, verdict.culprit),
         };
         let before = row.said.insert(part.rank, said);
         row.ended_ns = None;
@@ -348,20 +366,25 @@ impl Findings {
     }
 }
 
+/// The process of a rank, if it is watched.
+fn place_of(communicators: &Communicators, comm: u64, rank: u32) -> Option<model::Place> {
+    let member = communicators.get(comm)?.of_rank(rank)?;
+    Some(model::Place {
+        pid: member.pid,
+        host: Arc::clone(&member.watched.host),
+    })
+}
+
 fn to_model(
     key: &InstanceKey,
     row: &Row,
     communicators: &Communicators,
     clock: &Clock,
 ) -> Option<model::Finding> {
-    let verdict = row.gravest()?;
+    let said = row.said_last()?;
+    let verdict = &said.verdict;
     let communicator = communicators.get(key.comm);
-    let culprit = communicator
-        .and_then(|known| known.of_rank(verdict.culprit))
-        .map(|member| model::Place {
-            pid: member.pid,
-            host: Arc::clone(&member.watched.host),
-        });
+    let culprit = place_of(communicators, key.comm, verdict.culprit).or_else(|| said.culprit.clone());
     let last_ns = row.said.values().map(|said| said.verdict.time_ns).max()?;
     let waited_ns = row
         .said
@@ -377,7 +400,7 @@ fn to_model(
         communicator: key.comm,
         communicator_name: communicator.map_or_else(|| "".into(), |known| Arc::clone(&known.name)),
         ranks: key.ranks,
-        sequence: key.seq,
+        sequence: if key.seq == NO_OPERATION { 0 } else { key.seq },
         replay: key.replay,
         pair: key.pair,
         cause: verdict.cause.name(),
@@ -413,6 +436,9 @@ pub(crate) fn sentence(cause: Cause, nic: Option<&Nic>, row: &model::Finding) ->
         None => write!(text, " (not watched here)"),
     };
     text += &match cause {
+        Cause::RankDead if row.operation.is_empty() => {
+            " is dead: its process failed between two operations".to_owned()
+        }
         Cause::RankDead => format!(" is dead: its process is gone in {operation}"),
         Cause::DeviceFault => format!(": its device has failed in {operation}"),
         Cause::PeerAborted => {
@@ -563,7 +589,12 @@ mod tests {
         let scope = Scope::default();
         for rank in 0..3 {
             let verdict = said(3_100 + u64::from(rank), Cause::NotLaunched, 3, false);
-            findings.judged(&part(rank, 750, &[verdict]), &scope, LIMIT);
+            findings.judged(
+                &part(rank, 750, &[verdict]),
+                &scope,
+                &Communicators::default(),
+                LIMIT,
+            );
         }
         let news =
             |findings: &mut Findings, ms: u64| findings.take_news(ms * MS, false, &communicators, &clock);
@@ -592,6 +623,7 @@ mod tests {
         findings.judged(
             &part(1, 750, &[said(62_000, Cause::NotLaunched, 3, true)]),
             &scope,
+            &Communicators::default(),
             LIMIT,
         );
         let changed = news(&mut findings, 63_000);
@@ -627,16 +659,19 @@ mod tests {
         findings.judged(
             &part(0, 1, &[said(3_000, Cause::NotLaunched, 2, false)]),
             &scope,
+            &Communicators::default(),
             LIMIT,
         );
         findings.judged(
             &part(1, 1, &[said(2_900, Cause::RankDead, 3, true)]),
             &scope,
+            &Communicators::default(),
             LIMIT,
         );
         findings.judged(
             &part(2, 1, &[said(3_100, Cause::StuckKernel, 0, true)]),
             &scope,
+            &Communicators::default(),
             LIMIT,
         );
         let rows = findings.rows(&communicators, &clock);
@@ -650,7 +685,12 @@ mod tests {
         let verdict = [said(3_000, Cause::NotLaunched, 3, true)];
         let limit = Shared { process: 3, all: 100 };
         let judged = |findings: &mut Findings, rank, seq| {
-            findings.judged(&part(rank, seq, &verdict), &Scope::default(), limit);
+            findings.judged(
+                &part(rank, seq, &verdict),
+                &Scope::default(),
+                &Communicators::default(),
+                limit,
+            );
             (findings.order.len(), findings.left_out.of(Limit::Findings))
         };
         for seq in 0..3 {
@@ -685,7 +725,7 @@ mod tests {
                     &[said(3_000, Cause::NoAnswer, 3, true)],
                 );
                 part.pid = pid;
-                findings.judged(&part, &Scope::default(), limit);
+                findings.judged(&part, &Scope::default(), &Communicators::default(), limit);
             }
             findings.exited(pid);
             let _ = findings.take_news(0, true, &communicators, &clock);

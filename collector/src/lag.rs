@@ -46,6 +46,15 @@ impl Arrivals {
         self.0.sort_unstable();
     }
 
+    /// The first of them, the last, and how long after the second last that came; `None` if there are fewer than two.
+    #[must_use]
+    pub fn ends(&self) -> Option<(u64, u64, u64)> {
+        let [.., second, last] = self.0[..] else {
+            return None;
+        };
+        Some((*self.0.first()?, last, last - second))
+    }
+
     /// Lag of one of them: its arrival minus the median of the others; negative if it was early. 0 for a lone rank.
     #[must_use]
     pub fn lag_of(&self, arrival: u64) -> i64 {

@@ -17,17 +17,19 @@
 //!
 //! | layer | modules |
 //! |---|---|
-//! | identity, time and limits | `identity`, `clock`, `lag`, `limits`, `resource` |
-//! | records to operations | `correlate`, `awaited` (who waits for whom) |
+//! | identity, time and limits | `identity`, `clock`, `lag`, `limits`, `resource`, `chronic` (ranks that are late in every step) |
+//! | records to operations | `correlate`, `awaited` (who waits for whom), `deaths` (ranks whose process ended) |
 //! | operations to telemetry | `arrivals` (who was late), `spans`, `findings` (what watchdogs found wrong, across ranks), `metrics`, `network` (the kernel's RDMA stack, failovers), `summary` |
 //! | the line | `collector` |
 //! | beside it, for commands and tests | `explain`, `snapshot`, `synthetic` |
 
 pub mod arrivals;
 mod awaited;
+pub mod chronic;
 pub mod clock;
 pub mod collector;
 pub mod correlate;
+mod deaths;
 pub mod explain;
 pub mod findings;
 pub mod identity;

@@ -46,6 +46,8 @@ pub enum Limit {
     Instances,
     /// Verdicts of ranks in the list of what is wrong.
     Findings,
+    /// Ranks whose lags are kept.
+    Stragglers,
     /// Queue pairs.
     QueuePairs,
     /// Memory registrations.
@@ -78,6 +80,7 @@ impl Limit {
         Self::Graphs,
         Self::Instances,
         Self::Findings,
+        Self::Stragglers,
         Self::QueuePairs,
         Self::Registrations,
         Self::Failovers,
@@ -106,6 +109,7 @@ impl Limit {
             Self::Graphs => "graphs",
             Self::Instances => "instances",
             Self::Findings => "findings",
+            Self::Stragglers => "stragglers",
             Self::QueuePairs => "queue_pairs",
             Self::Registrations => "registrations",
             Self::Failovers => "failovers",
@@ -135,6 +139,7 @@ impl Limit {
             Self::Graphs => "destroyed graphs",
             Self::Instances => "operations that wait for other ranks",
             Self::Findings => "verdicts in the list of what is wrong",
+            Self::Stragglers => "operations of ranks whose lags are kept",
             Self::QueuePairs => "queue pairs",
             Self::Registrations => "memory registrations",
             Self::Failovers => "connections that fail over",
@@ -201,6 +206,8 @@ pub struct Limits {
     pub instances: Shared,
     /// [`Limit::Findings`].
     pub findings: Shared,
+    /// [`Limit::Stragglers`].
+    pub stragglers: Shared,
     /// [`Limit::QueuePairs`].
     pub queue_pairs: Shared,
     /// [`Limit::Registrations`].
@@ -242,6 +249,7 @@ impl Limits {
             Limit::Graphs => (Some(self.graphs), None),
             Limit::Instances => self.instances.figures(),
             Limit::Findings => self.findings.figures(),
+            Limit::Stragglers => self.stragglers.figures(),
             Limit::QueuePairs => self.queue_pairs.figures(),
             Limit::Registrations => self.registrations.figures(),
             Limit::Failovers => self.failovers.figures(),
@@ -272,6 +280,7 @@ impl Default for Limits {
             graphs: 1024,
             instances: shared(16_384, 65_536),
             findings: shared(1024, 16_384),
+            stragglers: shared(4096, 65_536),
             queue_pairs: shared(16_384, 65_536),
             registrations: shared(16_384, 65_536),
             failovers: shared(4096, 16_384),

@@ -1,6 +1,6 @@
 //! What a run came to: the JSON of `--summary` and the table at the end.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, fmt::Write as _};
 
 use ringsight_exporters::model::{ExportStats, Finding, Operation, PeerWait, Signal, Tally};
 use ringsight_records::Kind;
@@ -8,7 +8,11 @@ use rustc_hash::FxHashMap;
 use serde::Serialize;
 
 use crate::{
-    correlate::{Counts, communicators::Owner},
+    chronic::Straggler,
+    correlate::{
+        Counts,
+        communicators::{Member, Owner},
+    },
     identity::Role,
     limits::{LeftOut, Limit},
     metrics::Readings,
@@ -33,6 +37,8 @@ pub struct Summary {
     pub spans: BTreeMap<&'static str, u64>,
     /// What watchdogs found wrong, the oldest first.
     pub verdicts: Vec<VerdictRow>,
+    /// Each rank's lags over the window.
+    pub stragglers: Vec<StragglerRow>,
     /// Operations, as far as they were kept.
     pub operations: Vec<OperationRow>,
     /// Operations beyond those that were kept.
@@ -193,6 +199,92 @@ impl From<Finding> for VerdictRow {
             text: finding.text,
             next_step: finding.next_step,
         }
+    }
+}
+
+/// One rank's lags in one communicator, over the [window](crate::chronic).
+#[derive(Clone, Debug, Serialize)]
+pub struct StragglerRow {
+    /// Communicator id, 16 hexadecimal digits.
+    pub communicator: String,
+    /// Communicator name, empty if it has none or is gone.
+    pub communicator_name: String,
+    /// Rank.
+    pub rank: u32,
+    /// Its process, if it is watched still.
+    pub pid: Option<u32>,
+    /// Its host, if it is watched still.
+    pub host: Option<String>,
+    /// Ranks that were compared.
+    pub ranks: u32,
+    /// It is late in so many operations, and loses so much time, that it is called a straggler.
+    pub chronic: bool,
+    /// Operations of the window.
+    pub operations: u64,
+    /// Operations in which it was last.
+    pub last: u64,
+    /// Median lag; 0 if it is negative.
+    pub median_ns: u64,
+    /// 99th percentile of its lags.
+    pub p99_ns: u64,
+    /// What the others lost by it, summed over them.
+    pub lost_ns: u64,
+    /// Share of the window's time by which its operations began later.
+    pub share: f64,
+    /// Length of the window.
+    pub window_ns: u64,
+    /// Probability of this if all ranks were alike.
+    pub chance: f64,
+}
+
+impl StragglerRow {
+    /// Of a rank in a communicator of this name.
+    #[must_use]
+    pub fn new(row: Straggler, name: Option<&str>, member: Option<&Member>) -> Self {
+        Self {
+            communicator: format!("{:016x}", row.communicator),
+            communicator_name: name.unwrap_or_default().to_owned(),
+            rank: row.rank,
+            pid: member.map(|member| member.pid),
+            host: member.map(|member| member.watched.host.to_string()),
+            ranks: row.ranks,
+            chronic: row.is_chronic,
+            operations: row.operations,
+            last: row.last,
+            median_ns: row.median_ns,
+            p99_ns: row.p99_ns,
+            lost_ns: row.lost_ns,
+            share: row.share,
+            window_ns: row.window_ns,
+            chance: row.chance,
+        }
+    }
+
+    /// `rank 2 (pid 7553, host b) of dp: last in 997 of 1000 operations, median lag 8.1 ms, p99 9.0 ms; the others lost 24.3 s, 27.0 % of the time`.
+    #[must_use]
+    pub fn sentence(&self) -> String {
+        let mut text = format!("rank {}", self.rank);
+        // Writing to a string does not fail.
+        let _ = match (self.pid, self.host.as_deref()) {
+            (Some(pid), None | Some("")) => write!(text, " (pid {pid})"),
+            (Some(pid), Some(host)) => write!(text, " (pid {pid}, host {host})"),
+            (None, _) => Ok(()),
+        };
+        let communicator = match &*self.communicator_name {
+            "" => &self.communicator,
+            name => name,
+        };
+        let _ = write!(
+            text,
+            " of {communicator}: last in {} of {} operations, median lag {:.1} ms, p99 {:.1} ms; the others lost {:.1} s, {:.1} % of the time",
+            self.last,
+            self.operations,
+            self.median_ns as f64 / 1e6,
+            self.p99_ns as f64 / 1e6,
+            self.lost_ns as f64 / 1e9,
+            self.share * 100.0
+        );
+        text
     }
 }
 

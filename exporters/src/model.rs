@@ -461,7 +461,7 @@ pub struct Place {
 pub struct Finding {
     /// Trace of the operation.
     pub trace_id: TraceId,
-    /// Name of the operation, e.g. `all_reduce`.
+    /// Name of the operation, e.g. `all_reduce`; empty if the culprit died between two operations.
     pub operation: &'static str,
     /// Communicator.
     pub communicator: u64,
@@ -509,6 +509,9 @@ impl Finding {
     /// The operation in words: `all_reduce 750`, `send_recv 3 from rank 1 to rank 2`, `all_reduce 4 of graph 1, replay 9`.
     #[must_use]
     pub fn operation_words(&self) -> String {
+        if self.operation.is_empty() {
+            return "no operation".to_owned();
+        }
         let (graph, node) = (self.sequence >> 32, self.sequence as u32);
         let mut words = match graph {
             0 => format!("{} {}", self.operation, self.sequence),

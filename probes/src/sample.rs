@@ -116,6 +116,13 @@ pub enum Sample {
         /// The verdict.
         given: Box<GivenVerdict>,
     },
+    /// A process ended, and not well; its [`Sample::Exited`] follows. Only where its parent had not asked for it yet.
+    Failed {
+        /// Process.
+        pid: u32,
+        /// How, as `waitpid` has it; not 0.
+        status: i32,
+    },
     /// The process has ended, or was let go of; last sample of its pid.
     Exited {
         /// Process.

@@ -637,8 +637,12 @@ impl Source for Session {
         for (target, ended) in self.targets.values_mut().zip(&mut ended) {
             // What ran the library is gone either way.
             *ended |= target.replaced;
-            if *ended {
-                target.ended_ns.get_or_insert(now);
+            if *ended && target.ended_ns.is_none() {
+                target.ended_ns = Some(now);
+                if let Some(status) = target.directory.failure() {
+                    let pid = target.directory.pid();
+                    samples.push(Sample::Failed { pid, status });
+                }
             }
             target.watched.drain(each, now, *ended, samples);
             self.is_behind |= target.watched.is_cut();

@@ -173,6 +173,129 @@ fn an_operation_with_a_verdict_has_its_culprit_everywhere() -> Result<()> {
     Ok(())
 }
 
+/// Maps the library into this process, which calls nothing of it: as a launcher does that imports the framework.
+fn map_the_library() -> Result<()> {
+    let library = artifacts().library_folder.join("libnccl.so.2");
+    let path = std::ffi::CString::new(library.to_str().context("path")?)?;
+    // SAFETY: a string that ends with 0; the library's constructors may run in any process, and it stays mapped.
+    let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+    ensure!(!handle.is_null(), "{} cannot be mapped", library.display());
+    Ok(())
+}
+
+#[test]
+fn a_launcher_is_told_from_its_ranks() -> Result<()> {
+    let _alone = alone();
+    let folder = folder()?;
+    map_the_library()?;
+    let job = under_way(folder.path())?;
+    let launcher = std::process::id();
+    let mut ranks = job.pids();
+    ranks.sort_unstable();
+    let ranks: Vec<String> = ranks.iter().map(u32::to_string).collect();
+    let ranks = ranks.join(" ");
+    let mut collector = Collector::attach(artifacts(), &[launcher], &[], folder.path())?;
+    wait_for(&collector, &format!("ringsight attach {ranks}"))?;
+    let (code, log) = collector.interrupt(LIMIT)?;
+    ensure!(
+        code == Some(3) && log.contains("nothing was seen"),
+        "{code:?}: {log}"
+    );
+    let output = std::process::Command::new(&artifacts().ringsight)
+        .args(["snapshot", &launcher.to_string()])
+        .output()?;
+    let text = String::from_utf8(output.stdout)?;
+    ensure!(text.contains(&format!("ringsight snapshot {ranks}")), "{text}");
+    Ok(())
+}
+
+#[test]
+fn an_observation_that_ends_in_the_middle_gives_up_nothing() -> Result<()> {
+    let _alone = alone();
+    let folder = folder()?;
+    let mut job = under_way(folder.path())?;
+    let mut collector = Collector::attach(artifacts(), &job.pids(), &[], folder.path())?;
+    job.wait_step(60, LIMIT)?;
+    let (_, log) = collector.interrupt(LIMIT)?;
+    let summary: Value = serde_json::from_str(&std::fs::read_to_string(collector.summary_file())?)?;
+    ensure!(
+        summary["operations"]
+            .as_array()
+            .is_some_and(|operations| !operations.is_empty()),
+        "{log}"
+    );
+    let given_up = &summary["given_up"];
+    ensure!(
+        given_up["timed_out_instance"].as_u64().unwrap_or(0) == 0,
+        "{given_up:#}: {log}"
+    );
+    Ok(())
+}
+
+#[test]
+fn a_rank_that_dies_between_two_operations_is_named_as_dead() -> Result<()> {
+    let _alone = alone();
+    let folder = folder()?;
+    // The ranks rest for longer than they work.
+    let mut job = start(&job(4, 100_000, 400), folder.path())?;
+    job.go()?;
+    job.wait_step(1, LIMIT)?;
+    let pids = job.pids();
+    let mut collector = Collector::attach(artifacts(), &pids, &[], folder.path())?;
+    job.signal(CULPRIT, libc::SIGKILL);
+    let (code, log) = collector.outcome(LIMIT)?;
+    let dead = format!("rank {CULPRIT} (pid {}, host node-1) is dead", pids[CULPRIT]);
+    ensure!(code == Some(HANG_SEEN) && log.contains(&dead), "{code:?}: {log}");
+    let summary: Value = serde_json::from_str(&std::fs::read_to_string(collector.summary_file())?)?;
+    let rows = verdicts(&summary);
+    ensure!(!rows.is_empty(), "{log}");
+    for row in rows {
+        ensure!(
+            row["cause"] == "RANK_DEAD" && row["culprit"] == CULPRIT,
+            "{row:#}"
+        );
+        ensure!(row["first_unix_ns"].as_u64() > Some(0), "{row:#}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_rank_that_is_a_little_late_in_every_step_is_named_at_the_end() -> Result<()> {
+    const SLOW: u32 = 2;
+    let _alone = alone();
+    let folder = folder()?;
+    let mut configuration = job(4, 100_000, 20);
+    configuration.delays = (1..2_000)
+        .map(|step| Delay {
+            step,
+            rank: SLOW,
+            ms: 8,
+        })
+        .collect();
+    let mut job = start(&configuration, folder.path())?;
+    job.go()?;
+    job.wait_step(20, LIMIT)?;
+    let pids = job.pids();
+    let mut collector = Collector::attach(artifacts(), &pids, &[], folder.path())?;
+    job.wait_step(200, LIMIT)?;
+    let (_, log) = collector.interrupt(LIMIT)?;
+    let line = format!("  rank {SLOW} (pid {}, host node-1) of", pids[SLOW as usize]);
+    ensure!(
+        log.contains("late in every step:") && log.contains(&line),
+        "{log}"
+    );
+    let summary: Value = serde_json::from_str(&std::fs::read_to_string(collector.summary_file())?)?;
+    let rows = summary["stragglers"].as_array().context("stragglers")?;
+    ensure!(rows.len() == 4, "{rows:#?}");
+    for row in rows {
+        ensure!(row["chronic"] == (row["rank"] == SLOW), "{rows:#?}");
+    }
+    // 8 ms of a step of at least 28 ms.
+    let share = rows[SLOW as usize]["share"].as_f64().context("share")?;
+    ensure!((0.05..0.35).contains(&share), "{rows:#?}");
+    Ok(())
+}
+
 #[test]
 fn a_rank_that_was_killed_is_named_as_dead() -> Result<()> {
     let _alone = alone();

@@ -48,6 +48,7 @@ pub(super) fn summarise(
         records: summary::records(&readings.counts, &emitted),
         spans: summary::spans(&readings.spans),
         verdicts: collector.findings().into_iter().map(Into::into).collect(),
+        stragglers: collector.stragglers(),
         operations: rows.to_vec(),
         operations_left_out: if rows.is_empty() { 0 } else { left_out },
         lost: readings.counts.lost_total(),
@@ -69,6 +70,13 @@ pub(super) fn summarise(
 pub(super) fn report(summary: &Summary, collector: &Collector) -> String {
     use std::fmt::Write;
     let mut text = collector.log().table();
+    let chronic: Vec<_> = summary.stragglers.iter().filter(|row| row.chronic).collect();
+    if !chronic.is_empty() {
+        text += "late in every step:\n";
+    }
+    for row in chronic {
+        let _ = writeln!(text, "  {}", Printable::from(&*row.sentence()));
+    }
     let (operations, incomplete, late) = collector.log().counts();
     let received: u64 = summary.records.values().map(|count| count.received).sum();
     let spans: u64 = summary.spans.values().sum();

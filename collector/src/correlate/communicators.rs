@@ -423,6 +423,17 @@ impl Communicators {
         }
     }
 
+    /// Communicators that a process is in and has not destroyed, with its ranks there.
+    pub fn live_ranks(&self, pid: u32) -> impl Iterator<Item = (u64, u32)> {
+        let own = self.processes.get(&pid);
+        let communicators = own.into_iter().flat_map(|own| own.communicators.keys().copied());
+        communicators.flat_map(move |comm| {
+            let members = self.known.get(&comm).into_iter().flat_map(|known| &known.members);
+            let is_live = move |(_, member): &(&u32, &Member)| member.pid == pid && !member.is_destroyed;
+            members.filter(is_live).map(move |(rank, _)| (comm, *rank))
+        })
+    }
+
     /// A communicator.
     #[must_use]
     pub fn get(&self, comm: u64) -> Option<&Communicator> {
@@ -479,6 +490,11 @@ impl Communicator {
     #[must_use]
     pub fn of_rank(&self, rank: u32) -> Option<&Member> {
         self.members.get(&rank)
+    }
+
+    /// Watched processes that have a rank in it; one with several ranks comes as often.
+    pub fn processes(&self) -> impl Iterator<Item = u32> {
+        self.members.values().map(|member| member.pid)
     }
 
     fn remove(&mut self, rank: u32) {

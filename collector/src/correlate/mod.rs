@@ -237,7 +237,7 @@ impl Correlator {
                     target.given_verdict = Some(given);
                 }
             }
-            Sample::Communicator { .. } | Sample::Port { .. } => {}
+            Sample::Communicator { .. } | Sample::Port { .. } | Sample::Failed { .. } => {}
         }
     }
 

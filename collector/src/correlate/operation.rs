@@ -234,7 +234,7 @@ impl RankOperation {
 
     /// The operation as it is now with its last verdict, without its proxy operations: what is to be said of that verdict does not
     /// take more time the more an operation holds.
-    pub(super) fn judged(&self) -> Box<Self> {
+    pub(crate) fn judged(&self) -> Box<Self> {
         Box::new(Self {
             description: self.description.clone(),
             channels: self.channels.clone(),

@@ -31,6 +31,7 @@ mod text;
 
 pub(crate) use environment::Environment;
 pub(crate) use maps::{MappedFile, MapsEnd, read_mappings};
+use text::parse_end;
 pub(crate) use text::{parse_stat, status_field};
 
 /// Flags of every open: nothing waits, becomes a terminal, or is inherited.
@@ -140,6 +141,11 @@ impl ProcessDirectory {
         // Pages of all mappings come first.
         self.text("statm")
             .is_ok_and(|sizes| sizes.split(' ').next().is_some_and(|pages| pages != "0"))
+    }
+
+    /// How it ended, as `waitpid` has it, if it ended badly and its parent has not asked yet.
+    pub(crate) fn failure(&self) -> Option<i32> {
+        parse_end(&self.text("stat").ok()?).filter(|status| *status != 0)
     }
 
     /// The environment that it was started with.

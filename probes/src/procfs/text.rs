@@ -11,6 +11,15 @@ pub(crate) fn parse_stat(stat: &str) -> Option<u64> {
     fields.nth(18)?.parse().ok()
 }
 
+/// Field 52 of the `stat` line of a zombie: how it ended, as `waitpid` has it. The kernel shows 0 to those who may not look into the process.
+pub(crate) fn parse_end(stat: &str) -> Option<i32> {
+    let mut fields = stat.get(stat.rfind(')')? + 1..)?.split_ascii_whitespace();
+    if fields.next()? != "Z" {
+        return None;
+    }
+    fields.nth(48)?.parse().ok()
+}
+
 /// The rest of the line of a `status` text that begins with `name`.
 pub(crate) fn status_field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
     status
@@ -22,6 +31,14 @@ pub(crate) fn status_field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_end_is_a_zombies() {
+        let fields: Vec<String> = (4..=52).map(|field| field.to_string()).collect();
+        let stat = |state: &str| format!("77 (a) b) (c) {state} {}", fields.join(" "));
+        assert_eq!((parse_end(&stat("Z")), parse_end(&stat("S"))), (Some(52), None));
+        assert_eq!(parse_end("77 (a) Z 1"), None);
+    }
 
     #[test]
     fn start_time_is_counted_from_the_last_parenthesis() {
