@@ -24,7 +24,7 @@ use crate::{
     network::{Network, Output},
     resource,
     spans::SpanMaker,
-    summary::{OperationLog, StragglerRow},
+    summary::{OperationLog, OperationRow, StragglerRow},
 };
 
 /// How a collector works.
@@ -450,7 +450,9 @@ impl Collector {
         let communicator = self.communicators.get(part.comm);
         let member = communicator.and_then(|known| known.member(part.pid, part.rank));
         if let (Some(member), Some(verdict)) = (member, part.verdicts.last()) {
-            self.metrics.judged(verdict, &member.resource);
+            let limits = self.correlator.limits();
+            self.metrics
+                .judged(verdict, (part.pid, &member.resource), limits);
         }
     }
 
@@ -570,8 +572,9 @@ impl Collector {
                 let member = communicator.and_then(|communicator| communicator.member(part.pid, part.rank));
                 if let Some(member) = member {
                     let lag = has_lags.then(|| self.arrivals.lag_of(part.device.0));
+                    let limits = self.correlator.limits();
                     self.metrics
-                        .observe(part, &member.resource, summary.bus_bandwidth, lag);
+                        .observe(part, &member.resource, summary.bus_bandwidth, lag, limits);
                 }
             }
             if !instance.late && instance.parts.iter().any(|part| ended(part)) {
@@ -733,6 +736,11 @@ impl Collector {
     #[must_use]
     pub fn log(&self) -> &OperationLog {
         &self.log
+    }
+
+    /// Hands out the operations that were listed for a summary, and how many more there were.
+    pub fn take_rows(&mut self) -> (Vec<OperationRow>, u64) {
+        self.log.take_rows()
     }
 
     /// Operations that were still running when they were let go of.

@@ -48,6 +48,8 @@ pub enum Limit {
     Findings,
     /// Ranks whose lags are kept.
     Stragglers,
+    /// Ranks, functions and ways between nodes that metrics are kept of.
+    MetricRows,
     /// Queue pairs.
     QueuePairs,
     /// Memory registrations.
@@ -81,6 +83,7 @@ impl Limit {
         Self::Instances,
         Self::Findings,
         Self::Stragglers,
+        Self::MetricRows,
         Self::QueuePairs,
         Self::Registrations,
         Self::Failovers,
@@ -110,6 +113,7 @@ impl Limit {
             Self::Instances => "instances",
             Self::Findings => "findings",
             Self::Stragglers => "stragglers",
+            Self::MetricRows => "metric_rows",
             Self::QueuePairs => "queue_pairs",
             Self::Registrations => "registrations",
             Self::Failovers => "failovers",
@@ -140,6 +144,7 @@ impl Limit {
             Self::Instances => "operations that wait for other ranks",
             Self::Findings => "verdicts in the list of what is wrong",
             Self::Stragglers => "operations of ranks whose lags are kept",
+            Self::MetricRows => "ranks, functions and ways in metrics",
             Self::QueuePairs => "queue pairs",
             Self::Registrations => "memory registrations",
             Self::Failovers => "connections that fail over",
@@ -208,6 +213,8 @@ pub struct Limits {
     pub findings: Shared,
     /// [`Limit::Stragglers`].
     pub stragglers: Shared,
+    /// [`Limit::MetricRows`].
+    pub metric_rows: Shared,
     /// [`Limit::QueuePairs`].
     pub queue_pairs: Shared,
     /// [`Limit::Registrations`].
@@ -250,6 +257,7 @@ impl Limits {
             Limit::Instances => self.instances.figures(),
             Limit::Findings => self.findings.figures(),
             Limit::Stragglers => self.stragglers.figures(),
+            Limit::MetricRows => self.metric_rows.figures(),
             Limit::QueuePairs => self.queue_pairs.figures(),
             Limit::Registrations => self.registrations.figures(),
             Limit::Failovers => self.failovers.figures(),
@@ -281,6 +289,7 @@ impl Default for Limits {
             instances: shared(16_384, 65_536),
             findings: shared(1024, 16_384),
             stragglers: shared(4096, 65_536),
+            metric_rows: shared(1024, 8192),
             queue_pairs: shared(16_384, 65_536),
             registrations: shared(16_384, 65_536),
             failovers: shared(4096, 16_384),

@@ -17,7 +17,7 @@ use crate::{
         instance::GivenUp,
         proxy::{STEP_STATES, Way, path_name},
     },
-    limits::{LeftOut, Limit},
+    limits::{LeftOut, Limit, Limits},
     spans::{SpanCounts, port_attributes},
 };
 
@@ -34,7 +34,7 @@ struct OfFunction {
 #[derive(Clone, Debug)]
 struct OfRank {
     resource: Arc<Resource>,
-    /// Its process; 0 until it has done something.
+    /// Its process.
     pid: u32,
     functions: Vec<(Option<Function>, OfFunction)>,
     /// Verdicts that it gave, by cause and whether they were hangs.
@@ -69,6 +69,21 @@ pub struct Readings {
     pub exporters: Vec<(String, ExportStats)>,
 }
 
+impl OfRank {
+    /// How many rows of [`Limit::MetricRows`] it takes: itself, and each function and way of its.
+    fn rows(&self) -> usize {
+        1 + self.functions.len() + self.network.len()
+    }
+}
+
+/// The rows that the ranks of one process take.
+#[derive(Debug, Default)]
+struct OfProcess {
+    rows: usize,
+    /// How many more there would be.
+    refused: usize,
+}
+
 impl Readings {
     /// What could not be used or waited for, by reason.
     #[must_use]
@@ -100,6 +115,7 @@ pub struct Metrics {
     resource: Arc<Resource>,
     /// By the address of the resource, which `OfRank` keeps alive.
     ranks: FxHashMap<usize, OfRank>,
+    by_process: FxHashMap<u32, OfProcess>,
     /// How many there are before those of processes long gone are looked for.
     next_look: usize,
     left_out: LeftOut,
@@ -107,6 +123,10 @@ pub struct Metrics {
 
 /// Ranks that metrics are kept of; those of processes long gone make room.
 const RANKS: usize = 4096;
+/// Ways between nodes that metrics are kept of for one rank: its ports, and paths of them.
+const WAYS: usize = 64;
+/// A process that has all its rows looks for those of ranks that are gone, once in so many that it lacks.
+const REFUSALS: usize = 1024;
 
 impl Metrics {
     /// Nothing yet; `resource` is the collector's own.
@@ -116,6 +136,7 @@ impl Metrics {
             start_unix_ns,
             resource,
             ranks: FxHashMap::default(),
+            by_process: FxHashMap::default(),
             next_look: RANKS / 4,
             left_out: LeftOut::default(),
         }
@@ -126,32 +147,73 @@ impl Metrics {
         &self.left_out
     }
 
-    /// What is known of a rank; `None` if there are too many.
-    fn rank(&mut self, resource: &Arc<Resource>) -> Option<&mut OfRank> {
+    /// What is known of a rank of a process; `None` if there are too many. A process may have `most` rows.
+    fn rank(&mut self, resource: &Arc<Resource>, pid: u32, most: usize) -> Option<&mut OfRank> {
         let key = Arc::as_ptr(resource).addr();
-        if self.ranks.len() >= self.next_look && !self.ranks.contains_key(&key) {
-            // Nobody else holds the resource of a process that was forgotten.
-            self.ranks.retain(|_, rank| Arc::strong_count(&rank.resource) > 1);
-            // Each look is followed by as many new ranks as it looked at.
-            self.next_look = (2 * self.ranks.len()).max(RANKS / 4);
+        if !self.ranks.contains_key(&key) {
+            if self.ranks.len() >= self.next_look {
+                self.forget_gone(None);
+                // Each look is followed by as many new ranks as it looked at.
+                self.next_look = (2 * self.ranks.len()).max(RANKS / 4);
+            }
+            if self.ranks.len() >= RANKS {
+                self.left_out.count(Limit::Resources);
+                return None;
+            }
+            if !self.takes_row(pid, most) {
+                return None;
+            }
+            self.ranks.insert(
+                key,
+                OfRank {
+                    resource: resource.clone(),
+                    pid,
+                    functions: Vec::new(),
+                    verdicts: BTreeMap::new(),
+                    states: Default::default(),
+                    network: BTreeMap::new(),
+                },
+            );
         }
-        if self.ranks.len() >= RANKS && !self.ranks.contains_key(&key) {
-            self.left_out.count(Limit::Resources);
-            return None;
+        self.ranks.get_mut(&key)
+    }
+
+    /// Counts one row more for a process; `false` if it may have no more.
+    fn takes_row(&mut self, pid: u32, most: usize) -> bool {
+        let own = self.by_process.entry(pid).or_default();
+        if own.rows >= most {
+            own.refused += 1;
+            if own.refused % REFUSALS == 1 {
+                self.forget_gone(Some(pid));
+            }
         }
-        Some(self.ranks.entry(key).or_insert_with(|| OfRank {
-            resource: resource.clone(),
-            pid: 0,
-            functions: Vec::new(),
-            verdicts: BTreeMap::new(),
-            states: Default::default(),
-            network: BTreeMap::new(),
-        }))
+        let own = self.by_process.entry(pid).or_default();
+        let has_room = own.rows < most;
+        own.rows += usize::from(has_room);
+        if !has_room {
+            self.left_out.count(Limit::MetricRows);
+        }
+        has_room
+    }
+
+    /// Forgets ranks that are gone, of one process or of all: nobody else holds their resources.
+    fn forget_gone(&mut self, of: Option<u32>) {
+        let by_process = &mut self.by_process;
+        self.ranks.retain(|_, rank| {
+            let is_kept = of.is_some_and(|pid| pid != rank.pid) || Arc::strong_count(&rank.resource) > 1;
+            if !is_kept && let Some(own) = by_process.get_mut(&rank.pid) {
+                own.rows = own.rows.saturating_sub(rank.rows());
+                if own.rows == 0 {
+                    by_process.remove(&rank.pid);
+                }
+            }
+            is_kept
+        });
     }
 
     /// A rank has given a verdict.
-    pub fn judged(&mut self, verdict: &Verdict, resource: &Arc<Resource>) {
-        if let Some(rank) = self.rank(resource) {
+    pub fn judged(&mut self, verdict: &Verdict, (pid, resource): (u32, &Arc<Resource>), limits: &Limits) {
+        if let Some(rank) = self.rank(resource, pid, limits.metric_rows.process) {
             *rank.verdicts.entry((verdict.cause, verdict.hang)).or_default() += 1;
         }
     }
@@ -163,12 +225,20 @@ impl Metrics {
         resource: &Arc<Resource>,
         bus_bandwidth: Option<f64>,
         lag_ns: Option<i64>,
+        limits: &Limits,
     ) {
-        let Some(rank) = self.rank(resource) else {
+        let (pid, most) = (part.pid, limits.metric_rows.process);
+        let function = part.function();
+        let Some(rank) = self.rank(resource, pid, most) else {
             return;
         };
-        rank.pid = part.pid;
-        let function = part.function();
+        let is_known = rank.functions.iter().any(|(known, _)| *known == function);
+        if !is_known && !self.takes_row(pid, most) {
+            return;
+        }
+        let Some(rank) = self.rank(resource, pid, most) else {
+            return;
+        };
         let at = rank
             .functions
             .iter()
@@ -193,9 +263,18 @@ impl Metrics {
             // A histogram counts what is positive; who was early is not late.
             of.lag.add(lag_ns.max(0) as f64 / 1e9);
         }
+        let (mut new_ways, mut refused) = (0, 0);
         for proxy in &part.proxies {
             for (way, bytes) in &proxy.by_way {
-                let sum = rank.network.entry((*way, proxy.send)).or_default();
+                let key = (*way, proxy.send);
+                if !rank.network.contains_key(&key) {
+                    if rank.network.len() >= WAYS {
+                        refused += 1;
+                        continue;
+                    }
+                    new_ways += 1;
+                }
+                let sum = rank.network.entry(key).or_default();
                 *sum = sum.saturating_add(*bytes);
             }
             for (histogram, sum) in rank.states.iter_mut().zip(&proxy.sums) {
@@ -204,6 +283,10 @@ impl Metrics {
                 }
             }
         }
+        if let Some(own) = self.by_process.get_mut(&pid) {
+            own.rows += new_ways;
+        }
+        self.left_out.add(Limit::MetricRows, refused);
     }
 
     /// Everything as of `unix_ns`.
@@ -457,5 +540,50 @@ impl Made {
             unix_ns: self.unix_ns,
             data,
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::resource;
+
+    fn part(pid: u32) -> RankOperation {
+        let mut part = RankOperation::default();
+        part.reset(pid, 1, 0);
+        part
+    }
+
+    fn observe(metrics: &mut Metrics, pid: u32, resource: &Arc<Resource>) {
+        metrics.observe(&part(pid), resource, Some(1.0), Some(1), &Limits::default());
+    }
+
+    #[test]
+    fn a_process_whose_ranks_come_and_go_has_its_rows_and_no_more() {
+        let mut metrics = Metrics::new(0, Arc::new(resource::of_collector()));
+        let most = Limits::default().metric_rows.process;
+        for _ in 0..20_000 {
+            observe(&mut metrics, 66, &Arc::new(resource::of_collector()));
+            let rows: usize = metrics.ranks.values().map(OfRank::rows).sum();
+            assert!(rows <= most && metrics.by_process[&66].rows == rows, "{rows}");
+        }
+        // Another process has its own.
+        let honest = Arc::new(resource::of_collector());
+        observe(&mut metrics, 7, &honest);
+        assert_eq!(metrics.by_process[&7].rows, 2);
+        // Ranks that are there make no room.
+        let before = metrics.left_out().of(Limit::MetricRows);
+        let kept: Vec<_> = (0..most).map(|_| Arc::new(resource::of_collector())).collect();
+        for _ in 0..10 {
+            kept.iter()
+                .for_each(|resource| observe(&mut metrics, 66, resource));
+        }
+        let ranks: usize = metrics.ranks.values().filter(|rank| rank.pid == 66).count();
+        assert!(
+            ranks >= most / 2 && metrics.by_process[&66].rows <= most,
+            "{ranks}"
+        );
+        assert!(metrics.left_out().of(Limit::MetricRows) > before);
+        assert_eq!(metrics.by_process[&7].rows, 2);
     }
 }

@@ -2,10 +2,10 @@
 
 use std::{collections::BTreeMap, fmt::Write as _};
 
-use ringsight_exporters::model::{ExportStats, Finding, Operation, PeerWait, Signal, Tally};
+use ringsight_exporters::model::{ExportStats, Finding, Operation, PeerWait, Signal, Tally, TraceId};
 use ringsight_records::Kind;
 use rustc_hash::FxHashMap;
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 use crate::{
     chronic::Straggler,
@@ -87,8 +87,9 @@ pub struct RecordCount {
 pub struct OperationRow {
     /// Name.
     pub name: &'static str,
-    /// Communicator id, 16 hexadecimal digits.
-    pub communicator: String,
+    /// Communicator id, in the file 16 hexadecimal digits.
+    #[serde(serialize_with = "as_16_digits")]
+    pub communicator: u64,
     /// Sequence.
     pub sequence: u64,
     /// Replay, 0 if eager.
@@ -97,8 +98,9 @@ pub struct OperationRow {
     pub bytes: u64,
     /// Nothing of it was lost.
     pub complete: bool,
-    /// Trace id, 32 hexadecimal digits.
-    pub trace_id: String,
+    /// Trace id, in the file 32 hexadecimal digits.
+    #[serde(serialize_with = "as_32_digits")]
+    pub trace_id: TraceId,
     /// Ranks of the communicator.
     pub ranks: u32,
     /// Late rank.
@@ -378,15 +380,13 @@ impl ExporterRow {
     }
 }
 
-fn hex(bytes: &[u8]) -> String {
-    use std::fmt::Write;
-    bytes
-        .iter()
-        .fold(String::with_capacity(2 * bytes.len()), |mut text, byte| {
-            // Writing to a string does not fail.
-            let _ = write!(text, "{byte:02x}");
-            text
-        })
+// Rows hold numbers, not texts: there are very many.
+fn as_16_digits<S: Serializer>(number: &u64, to: S) -> Result<S::Ok, S::Error> {
+    to.collect_str(&format_args!("{number:016x}"))
+}
+
+fn as_32_digits<S: Serializer>(id: &TraceId, to: S) -> Result<S::Ok, S::Error> {
+    to.collect_str(&format_args!("{:032x}", u128::from_be_bytes(*id)))
 }
 
 impl From<&Operation> for OperationRow {
@@ -401,12 +401,12 @@ impl From<&Operation> for OperationRow {
         });
         Self {
             name: operation.name,
-            communicator: format!("{:016x}", operation.communicator),
+            communicator: operation.communicator,
             sequence: operation.sequence,
             replay: operation.replay,
             bytes: operation.bytes,
             complete: operation.complete,
-            trace_id: hex(&operation.trace_id),
+            trace_id: operation.trace_id,
             ranks: operation.ranks,
             culprit: operation.culprit.as_ref().map(|c| CulpritRow {
                 rank: c.rank,
@@ -605,10 +605,9 @@ impl OperationLog {
         }
     }
 
-    /// The rows kept and how many more there were.
-    #[must_use]
-    pub fn rows(&self) -> (&[OperationRow], u64) {
-        (&self.rows, self.left_out)
+    /// Hands out the rows kept, and how many more there were.
+    pub fn take_rows(&mut self) -> (Vec<OperationRow>, u64) {
+        (std::mem::take(&mut self.rows), self.left_out)
     }
 
     /// The same as what was left out at [`Limit::ListedOperations`].

@@ -329,7 +329,10 @@ fn try_run(arguments: &AttachArguments, ending: &Ending) -> Result<Exit, (Exit, 
             .map(|attached| attached.process.pid)
             .collect();
         let text = json!({ "version": 1, "pids": pids, "attach_ms": watched.attach_ms }).to_string();
-        outputs::write_whole(destination, text, outputs::PATIENCE).map_err(error)?;
+        outputs::write_whole(destination, outputs::PATIENCE, move |file| {
+            file.write_all(text.as_bytes())
+        })
+        .map_err(error)?;
     }
     reader.watch(ending, arguments.duration, begun);
     // A signal from here on is not the one that ended the watch: it cuts the delivery short.
@@ -339,7 +342,14 @@ fn try_run(arguments: &AttachArguments, ending: &Ending) -> Result<Exit, (Exit, 
     let flushing = Instant::now();
     let exporters = outputs.shutdown(arguments.flush_timeout, ending, by_signal);
 
-    let summary = summarise(&session, &collector, &watched, exporters, (duration_s, detach_ms));
+    let summary = summarise(
+        &session,
+        &mut collector,
+        &watched,
+        exporters,
+        (duration_s, detach_ms),
+    );
+    let summary = Arc::new(summary);
     if !arguments.quiet {
         log::say(&report(&summary, &collector));
     }
@@ -388,21 +398,23 @@ fn try_run(arguments: &AttachArguments, ending: &Ending) -> Result<Exit, (Exit, 
 
 /// Writes the summary to its file; where that fails, says why and writes it to standard output, lest the run's account be
 /// lost. `false` if it is not in its file. `limit` is what other outputs have left of the time.
-fn write_summary(destination: Destination, summary: &Summary, limit: Duration) -> bool {
+fn write_summary(destination: Destination, summary: &Arc<Summary>, limit: Duration) -> bool {
     /// Enough for a disk that works.
     const LEAST: Duration = Duration::from_millis(150);
     let limit = limit.max(LEAST);
-    let problem = match serde_json::to_string(summary) {
-        Err(problem) => format!("the summary cannot be written: {problem}"),
-        Ok(text) => match outputs::write_whole(destination, text.clone(), limit) {
-            Ok(()) => return true,
-            Err(problem) => {
-                print(&(text + "\n"));
-                format!("{problem}; the summary went to standard output instead")
-            }
-        },
+    let shared = Arc::clone(summary);
+    // It may be long: it is never in memory as a text.
+    let write = move |file: &mut dyn io::Write| Ok(serde_json::to_writer(file, &*shared)?);
+    let Err(problem) = outputs::write_whole(destination, limit, write) else {
+        return true;
     };
-    error!("{problem}");
+    match serde_json::to_string(&**summary) {
+        Ok(text) => {
+            print(&(text + "\n"));
+            error!("{problem}; the summary went to standard output instead");
+        }
+        Err(second) => error!("{problem}; the summary cannot be written: {second}"),
+    }
     false
 }
 

@@ -5,6 +5,9 @@ use ringsight_output::Printable;
 
 use super::log;
 
+/// Findings that are printed at a time: a process can make more than somebody can read. The rest are in the summary.
+const MOST: usize = 64;
+
 /// `06:28:43 HANG  rank 3 (pid 7553, host b) has not launched all_reduce 750; ranks 0-2 have waited 2.1 s`. Times are UTC.
 fn line(finding: &Finding) -> String {
     let seconds = finding.unix_ns / 1_000_000_000 % 86_400;
@@ -22,14 +25,28 @@ fn line(finding: &Finding) -> String {
 
 /// Prints findings that are new or have changed. `status`: a status line is drawn, which each line replaces.
 pub(super) fn print_news(findings: &[Finding], status: bool) {
-    let mut text = String::new();
-    for finding in findings {
-        write(&mut text, finding);
-    }
+    let text = lines(findings.iter());
     if status {
         log::clear_status();
     }
     log::say(&text);
+}
+
+/// The first [`MOST`] findings, and how many more there are.
+fn lines<'a>(findings: impl Iterator<Item = &'a Finding>) -> String {
+    let mut text = String::new();
+    let mut more = 0;
+    for (at, finding) in findings.enumerate() {
+        if at < MOST {
+            write(&mut text, finding);
+        } else {
+            more += 1;
+        }
+    }
+    if more > 0 {
+        text += &format!("and {more} more: --summary lists them\n");
+    }
+    text
 }
 
 /// A finding, and what to do next as long as ranks wait.
@@ -44,15 +61,9 @@ fn write(text: &mut String, finding: &Finding) {
 
 /// Prints what is still wrong when the observation ends.
 pub(super) fn print_open(findings: &[Finding]) {
-    let mut text = String::new();
-    for finding in findings.iter().filter(|finding| !finding.ended) {
-        if text.is_empty() {
-            text += "still waiting at the end:\n";
-        }
-        write(&mut text, finding);
-    }
+    let text = lines(findings.iter().filter(|finding| !finding.ended));
     if !text.is_empty() {
-        log::say(&text);
+        log::say(&format!("still waiting at the end:\n{text}"));
     }
 }
 
@@ -62,9 +73,8 @@ mod tests {
 
     use super::*;
 
-    #[test]
-    fn a_line_says_when_who_and_what() {
-        let finding = Finding {
+    fn example() -> Finding {
+        Finding {
             trace_id: [1; 16],
             operation: "all_reduce",
             communicator: 7,
@@ -88,10 +98,29 @@ mod tests {
             text: "rank 3 (pid 7553, host b) has not launched all_reduce 750; ranks 0-2 have waited 2.1 s"
                 .into(),
             next_step: String::new(),
-        };
+        }
+    }
+
+    #[test]
+    fn a_line_says_when_who_and_what() {
+        let finding = example();
         assert_eq!(
             line(&finding),
             "06:28:43 HANG  rank 3 (pid 7553, host b) has not launched all_reduce 750; ranks 0-2 have waited 2.1 s [dp]"
         );
+    }
+
+    #[test]
+    fn more_than_somebody_can_read_are_counted() {
+        let finding = Finding {
+            ended: true,
+            ..example()
+        };
+        let of = |count| lines(std::iter::repeat_n(&finding, count));
+        assert_eq!(of(MOST).lines().count(), MOST);
+        let text = of(MOST + 3);
+        assert_eq!(text.lines().count(), MOST + 1);
+        assert!(text.ends_with("and 3 more: --summary lists them\n"), "{text}");
+        assert_eq!(of(0), "");
     }
 }

@@ -1,7 +1,7 @@
 //! Where telemetry goes, by what the command line says.
 
 use std::{
-    io::Write as _,
+    io,
     path::{Path, PathBuf},
     sync::mpsc,
     thread,
@@ -172,12 +172,16 @@ fn find(path: &Path) -> Result<Destination, String> {
     Destination::resolve(path).map_err(|error| cannot_write(path, &error))
 }
 
-/// Writes a whole file, on a thread that is left behind if it takes longer than `limit`.
-pub(crate) fn write_whole(destination: Destination, text: String, limit: Duration) -> Result<(), String> {
+/// Has `write` write a whole file, on a thread that is left behind if it takes longer than `limit`.
+pub(crate) fn write_whole(
+    destination: Destination,
+    limit: Duration,
+    write: impl FnOnce(&mut dyn io::Write) -> io::Result<()> + Send + 'static,
+) -> Result<(), String> {
     let path = destination.path().to_owned();
     let write = move || {
         destination
-            .replace(|file| file.write_all(text.as_bytes()))
+            .replace(|file| write(file))
             .map_err(|error| cannot_write(destination.path(), &error))
     };
     within(limit, write).unwrap_or_else(|| {
@@ -492,12 +496,14 @@ mod tests {
             .write(true)
             .open(&pipe)
             .unwrap();
-        let (much, little) = ("x".repeat(1 << 20), String::new());
         let destination = find(&pipe).unwrap();
-        let error = write_whole(destination, much, Duration::from_millis(50)).unwrap_err();
+        let error = write_whole(destination, Duration::from_millis(50), |file| {
+            file.write_all(&[b'x'; 1 << 20])
+        })
+        .unwrap_err();
         assert!(error.contains("pipe: it takes nothing for 0.1 s"), "{error}");
         let file = find(&folder.path().join("ready.json")).unwrap();
-        write_whole(file, little, PATIENCE).unwrap();
+        write_whole(file, PATIENCE, |_| Ok(())).unwrap();
         assert!(folder.path().join("ready.json").is_file());
     }
 

@@ -23,7 +23,7 @@ pub(super) fn cpu_seconds() -> f64 {
 
 pub(super) fn summarise(
     session: &Session,
-    collector: &Collector,
+    collector: &mut Collector,
     watched: &Watched,
     exporters: Vec<ExporterRow>,
     (duration_s, detach_ms): (f64, f64),
@@ -41,7 +41,8 @@ pub(super) fn summarise(
         }
     }
     let readings = collector.readings();
-    let (rows, left_out) = collector.log().rows();
+    // Not copied: there may be very many.
+    let (rows, left_out) = collector.take_rows();
     Summary {
         version: 1,
         pids,
@@ -49,8 +50,8 @@ pub(super) fn summarise(
         spans: summary::spans(&readings.spans),
         verdicts: collector.findings().into_iter().map(Into::into).collect(),
         stragglers: collector.stragglers(),
-        operations: rows.to_vec(),
         operations_left_out: if rows.is_empty() { 0 } else { left_out },
+        operations: rows,
         lost: readings.counts.lost_total(),
         missed: readings.counts.missed_total(),
         device_events_overwritten: readings.counts.overwritten,

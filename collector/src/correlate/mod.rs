@@ -271,6 +271,7 @@ impl Correlator {
             operation_parts: part(self.whole.operation_parts),
             instances: part(self.whole.instances),
             findings: part(self.whole.findings),
+            metric_rows: part(self.whole.metric_rows),
             queue_pairs: part(self.whole.queue_pairs),
             registrations: part(self.whole.registrations),
             failovers: part(self.whole.failovers),
