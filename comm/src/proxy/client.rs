@@ -14,7 +14,7 @@ use ringsight_kernels::AbortWord;
 
 use super::{
     Error, Result,
-    message::{Refusal, Reply, Request, parse_response},
+    message::{EVERY_REQUEST, Refusal, Reply, Request, parse_response},
     system,
 };
 use crate::bootstrap::unix;
@@ -120,7 +120,14 @@ impl ProxyClient {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     self.wait(libc::POLLOUT, deadline)?;
                 }
-                Err(error) => return Err(self.lost(&error.to_string())),
+                Err(error) => {
+                    // It may have said why it closed the connection.
+                    let said = self.poll(RequestId(EVERY_REQUEST));
+                    return Err(match said {
+                        Err(refused @ (Error::Refused(_) | Error::System { .. })) => refused,
+                        _ => self.lost(&error.to_string()),
+                    });
+                }
             }
         }
     }
@@ -131,6 +138,7 @@ impl ProxyClient {
     /// [`Error::PeerLost`] when the proxy is gone, [`Error::Protocol`].
     pub fn poll(&self, id: RequestId) -> Result<Option<Response>> {
         let mut state = self.state();
+        let mut was_reset = false;
         loop {
             if let Some(response) = state.arrived.remove(&id.0) {
                 return Ok(Some(response));
@@ -138,8 +146,12 @@ impl ProxyClient {
             match unix::receive(&self.socket) {
                 Ok((bytes, _)) if bytes.is_empty() => return Err(self.lost("it closed the connection")),
                 Ok((bytes, fd)) => {
+                    let response = parse_response(&bytes);
+                    if let Some((EVERY_REQUEST, Err(refusal))) = response {
+                        return Err(self.refused(refusal));
+                    }
                     // An answer that nobody asked for would be kept for good, with its descriptor.
-                    let (id, outcome) = parse_response(&bytes)
+                    let (id, outcome) = response
                         .filter(|(id, _)| state.outstanding.remove(id))
                         .ok_or_else(|| {
                             Error::Protocol(format!("the proxy of rank {} answers rubbish", self.rank))
@@ -149,6 +161,10 @@ impl ProxyClient {
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                // It closed the connection before it read all. The kernel says that first, then what the proxy said.
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset && !was_reset => {
+                    was_reset = true;
+                }
                 Err(error) if sys::is_starved(&error) => {
                     let what = format!("receiving a descriptor of the proxy of rank {}", self.rank);
                     return Err(system(&what)(error));
@@ -262,6 +278,39 @@ mod tests {
         unix::send(&proxy, &answer, None).unwrap();
         assert_eq!(client.wait_for(id).unwrap().outcome.unwrap(), Reply::Stop);
         assert!(matches!(client.wait_for(id), Err(Error::Protocol(_))));
+    }
+
+    #[test]
+    fn what_a_proxy_said_before_it_closed_the_connection_is_told() {
+        let text = "accepting a client: Too many open files";
+        let refusal = || {
+            Err(Refusal {
+                text: text.into(),
+                is_starved: true,
+            })
+        };
+        for is_read in [true, false] {
+            for asks_before in [true, false] {
+                let name = name();
+                let listener = unix::listen(&name).unwrap();
+                let client = ProxyClient::connect(&name, 3, Arc::default(), PATIENCE).unwrap();
+                let proxy = unix::accept(&listener).unwrap();
+                let asked = asks_before.then(|| client.call_async(&Request::Stop).unwrap());
+                if asks_before && is_read {
+                    unix::receive(&proxy).unwrap();
+                }
+                unix::send(&proxy, &encode_response(EVERY_REQUEST, &refusal()), None).unwrap();
+                drop(proxy);
+                let told = match asked {
+                    Some(id) => client.wait_for(id).map(|_| ()),
+                    None => client.call_async(&Request::Stop).map(|_| ()),
+                };
+                // This process's own proxy: it is this process that lacks descriptors.
+                let told = told.unwrap_err();
+                assert!(matches!(&told, Error::System { .. }), "{told:?}");
+                assert!(told.to_string().contains(text), "{told}");
+            }
+        }
     }
 
     #[test]

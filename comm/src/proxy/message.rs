@@ -114,6 +114,9 @@ impl From<String> for Refusal {
     }
 }
 
+/// Stands for the number of a request in a refusal of all requests of a connection. Requests have numbers from 1.
+pub const EVERY_REQUEST: u64 = 0;
+
 impl Refusal {
     /// A refusal because a call of the system failed.
     pub(super) fn system(what: &str, error: &io::Error) -> Self {

@@ -8,8 +8,9 @@ mod rdma;
 
 use std::{
     collections::{HashMap, VecDeque},
+    fs::File,
     io,
-    net::{SocketAddr, TcpListener, TcpStream},
+    net::{SocketAddr, TcpListener},
     os::fd::{AsFd, OwnedFd},
     sync::{
         Arc, OnceLock,
@@ -25,11 +26,11 @@ use ringsight_comm_base::{
 };
 use ringsight_kernels::Fifo;
 
-use peers::Outgoing;
+use peers::{Early, Outgoing};
 
 use super::{
     Ports, ProxyConfig, engine,
-    message::{Refusal, Reply, Request, encode_response, refuse},
+    message::{EVERY_REQUEST, Refusal, Reply, Request, encode_response, refuse},
     progress::{Command, Progress},
 };
 use crate::{
@@ -46,6 +47,8 @@ const MAX_UNREAD: usize = 1024;
 const TURN: usize = 64;
 /// Pause of the listeners when the process has no descriptor left.
 const STARVED_PAUSE: Duration = Duration::from_millis(20);
+/// Streams that may have said hello before the ports are known. Each is of a rank that knows the communicator's secret.
+const MAX_EARLY: usize = 512;
 
 /// A client of the service.
 struct Client {
@@ -96,13 +99,15 @@ pub(super) struct Service {
     pub(super) progress: Arc<Progress>,
     clients: HashMap<u64, Client>,
     next_client: u64,
+    /// Given up to accept a client when the process has no other descriptor: somebody has to tell the client. `None` while another thread has
+    /// taken its number.
+    reserve: Option<OwnedFd>,
     connections: HashMap<u32, Connection>,
     by_endpoint: HashMap<Endpoint, u32>,
     next_connection: u32,
     fds: HashMap<u64, OwnedFd>,
     outgoing: Vec<Outgoing>,
-    /// Streams whose hello came before the ports were known.
-    early: Vec<(ParentOnly<TcpStream>, Vec<u8>)>,
+    early: Early,
     ports: Arc<OnceLock<Ports>>,
     /// Stop requests that wait for the progress thread.
     stopping: Vec<(u64, u64)>,
@@ -124,12 +129,13 @@ impl Service {
             progress,
             clients: HashMap::new(),
             next_client: 0,
+            reserve: reserve(),
             connections: HashMap::new(),
             by_endpoint: HashMap::new(),
             next_connection: 1,
             fds: HashMap::new(),
             outgoing: Vec::new(),
-            early: Vec::new(),
+            early: Early::new(MAX_EARLY),
             ports,
             stopping: Vec::new(),
         }
@@ -192,7 +198,7 @@ impl Service {
             self.advance_outgoing(&ready_outgoing);
             starved = !undecided.accept(&self.tcp);
             let early = if self.knows_ports() {
-                std::mem::take(&mut self.early)
+                self.early.take()
             } else {
                 Vec::new()
             };
@@ -214,8 +220,9 @@ impl Service {
         }
     }
 
-    /// Accepts clients. Returns false if the process has no descriptor left.
+    /// Accepts clients. Returns false if the process has no descriptor left; then clients are told so.
     fn accept_clients(&mut self) -> bool {
+        self.reserve = self.reserve.take().or_else(reserve);
         for _ in 0..TURN {
             match unix::accept(&self.unix) {
                 Ok(socket) => {
@@ -233,11 +240,40 @@ impl Service {
                 }
                 Err(error) => match error.raw_os_error() {
                     Some(libc::EINTR | libc::ECONNABORTED) => {}
-                    _ => return !sys::is_starved(&error),
+                    _ if sys::is_starved(&error) => {
+                        self.turn_clients_away(&error);
+                        return false;
+                    }
+                    _ => return true,
                 },
             }
         }
         true
+    }
+
+    /// Tells clients that there is no descriptor for them. They would wait for as long as ranks wait for each other.
+    fn turn_clients_away(&mut self, starved: &io::Error) {
+        let refusal = Refusal::system("accepting a client", starved);
+        let refused = encode_response(EVERY_REQUEST, &Err(refusal));
+        for _ in 0..TURN {
+            // Closes it, which makes its number free.
+            if self.reserve.take().is_none() {
+                return;
+            }
+            let accepted = unix::accept(&self.unix);
+            if let Ok(client) = &accepted
+                && unix::friend(client).is_some()
+            {
+                // One that is gone needs no answer.
+                let _ = unix::send(client, &refused, None);
+            }
+            let is_over = accepted.is_err();
+            drop(accepted);
+            self.reserve = reserve();
+            if is_over {
+                return;
+            }
+        }
     }
 
     /// Reads and answers a client's requests. Returns false if the client is gone or breaks the protocol.
@@ -552,6 +588,11 @@ impl Service {
         self.progress.send(Command::Remove(ConnectionId(id)));
         Ok(())
     }
+}
+
+/// A descriptor of nothing; `None` if there is none left.
+fn reserve() -> Option<OwnedFd> {
+    sys::above_standard(|| File::open("/dev/null").map(OwnedFd::from)).ok()
 }
 
 /// Sends queued responses, as far as the socket accepts them. Returns false if the client is gone.

@@ -115,6 +115,7 @@ const BODIES: &[(&str, fn())] = bodies![
     reports::without_standard_descriptors,
     reports::without_readers,
     transport::ring,
+    transport::asks_when_told,
     transport::stranger,
 ];
 

@@ -112,3 +112,14 @@ pub(crate) fn stranger() {
         println!("{:?}", client.call_blocking(&request));
     }
 }
+
+/// Asks rank 0's proxy once it is told to, and prints the answer and how long it took, milliseconds.
+pub(crate) fn asks_when_told() {
+    let address: ProxyAddress = variable(WHAT).parse().unwrap();
+    println!("ready");
+    std::io::stdin().read_line(&mut String::new()).unwrap();
+    let begun = std::time::Instant::now();
+    let client = ProxyClient::connect(&address.unix, 0, Arc::default(), PATIENCE).unwrap();
+    let answer = client.call_blocking(&Request::Stop);
+    println!("{} {answer:?}", begun.elapsed().as_millis());
+}

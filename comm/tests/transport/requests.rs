@@ -2,9 +2,10 @@
 
 use std::{
     fs::File,
-    io::{ErrorKind, Read},
+    io::{BufRead as _, BufReader, ErrorKind, Read, Write as _},
     net::TcpListener,
     os::fd::AsRawFd,
+    process::{Child, ChildStdout, Stdio},
     thread,
 };
 
@@ -18,7 +19,7 @@ use ringsight_kernels::Fifo;
 
 use super::ranks::{PATIENCE, Rank, SLOT, turn, world};
 use crate::common::{
-    processes::alone,
+    processes::{alone, worker},
     variables::{ID, PLACE, WHAT},
 };
 
@@ -303,6 +304,88 @@ fn requests_are_answered_by_id_in_their_order_of_life() {
             Err(Error::PeerLost(_))
         ));
     });
+}
+
+/// A proxy whose process has no descriptor left says so at once, to each client, and serves clients again once it has one.
+#[test]
+fn a_proxy_without_descriptors_turns_clients_away() {
+    let _turn = turn();
+    world(&[1, 1], |rank| {
+        if rank.rank() == 0 {
+            let mut starved = Asking::new(rank.proxy.address());
+            let mut served = Asking::new(rank.proxy.address());
+            // Nothing is free below the number of the last one.
+            let limit = rlimit(None);
+            let mut taken = vec![File::open("/dev/null").unwrap()];
+            let last = taken[0].as_raw_fd() as libc::rlim_t;
+            rlimit(Some(libc::rlimit {
+                rlim_cur: last + 1,
+                ..limit
+            }));
+            while let Ok(file) = File::open("/dev/null") {
+                taken.push(file);
+            }
+            let answer = starved.answer();
+            drop(taken);
+            rlimit(Some(limit));
+            let (took, text) = answer.split_once(' ').unwrap();
+            let expected = "the proxy of rank 0 refuses: accepting a client: Too many open files";
+            assert!(text.contains(expected), "{answer}");
+            assert!(took.parse::<u64>().unwrap() < 2000, "{answer}");
+            // No Init: it is served, and refused for that.
+            assert!(served.answer().contains("no Init"));
+        }
+        rank.bootstrap.barrier().unwrap();
+    });
+}
+
+/// A process that asks a proxy when it is told to.
+struct Asking {
+    child: Child,
+    output: BufReader<ChildStdout>,
+}
+
+impl Asking {
+    fn new(address: String) -> Self {
+        let mut child = worker("transport::asks_when_told")
+            .env(WHAT, address)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        let mut asking = Self { child, output };
+        assert_eq!(asking.line(), "ready");
+        asking
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).unwrap();
+        line.trim_end().to_owned()
+    }
+
+    fn answer(&mut self) -> String {
+        self.child.stdin.take().unwrap().write_all(b"ask\n").unwrap();
+        let answer = self.line();
+        assert!(self.child.wait().unwrap().success());
+        answer
+    }
+}
+
+/// How many descriptors this process may have; sets it first, if that is given.
+fn rlimit(new: Option<libc::rlimit>) -> libc::rlimit {
+    if let Some(new) = new {
+        // SAFETY: a valid limit.
+        assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const new) }, 0);
+    }
+    let mut limit = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
+    // SAFETY: writes to the local.
+    assert_eq!(unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) }, 0);
+    limit
 }
 
 /// Processes of one user may ask each other's proxies for what their ranks share, and for no more.

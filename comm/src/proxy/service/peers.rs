@@ -41,6 +41,37 @@ pub(super) struct Outgoing {
     pub(super) prepared: Option<PreparedEnd>,
 }
 
+/// Streams whose hello came before the ports were known.
+pub(super) struct Early {
+    most: usize,
+    kept: Vec<(ParentOnly<TcpStream>, Vec<u8>)>,
+}
+
+impl Early {
+    /// None yet, and never more than `most`.
+    pub(super) fn new(most: usize) -> Self {
+        Self {
+            most,
+            kept: Vec::new(),
+        }
+    }
+
+    /// Keeps a stream with its hello. Beyond the limit the peer is told that there is no room: a rank that has so many is broken.
+    fn keep(&mut self, stream: ParentOnly<TcpStream>, hello: Vec<u8>) {
+        if self.kept.len() < self.most {
+            self.kept.push((stream, hello));
+        } else {
+            // A new stream accepts so few bytes at once. A peer that is gone needs none.
+            let _ = (&*stream).write_all(&HelloReply::Starved.encode());
+        }
+    }
+
+    /// Hands them out.
+    pub(super) fn take(&mut self) -> Vec<(ParentOnly<TcpStream>, Vec<u8>)> {
+        std::mem::take(&mut self.kept)
+    }
+}
+
 /// The peer's answer.
 enum Answer {
     /// It has not arrived whole.
@@ -204,7 +235,7 @@ impl Service {
             return;
         };
         if !self.knows_ports() {
-            self.early.push((stream, bytes));
+            self.early.keep(stream, bytes);
             return;
         }
         let accepted = self.receiver_for(&hello).and_then(|id| {
@@ -258,5 +289,31 @@ impl Service {
         }
         let made = self.shared_init(id, slot_bytes).and_then(|()| self.set_up(id));
         made.map(|_| id).map_err(refused)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    #[test]
+    fn streams_that_come_too_early_are_kept_up_to_a_limit() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut early = Early::new(2);
+        let mut peers = Vec::new();
+        for number in 0..3 {
+            peers.push(TcpStream::connect(listener.local_addr().unwrap()).unwrap());
+            let (stream, _) = listener.accept().unwrap();
+            early.keep(ParentOnly::new(stream), vec![number]);
+        }
+        // The third one is told, and closed.
+        let mut answer = Vec::new();
+        peers[2].read_to_end(&mut answer).unwrap();
+        assert_eq!(answer, HelloReply::Starved.encode());
+        let kept: Vec<_> = early.take().into_iter().map(|(_, hello)| hello).collect();
+        assert_eq!(kept, [[0], [1]]);
+        assert!(early.take().is_empty());
     }
 }
