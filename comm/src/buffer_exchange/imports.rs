@@ -20,15 +20,22 @@ pub(crate) struct ImportedBuffer {
     generation: u32,
     /// Where it begins for this rank's device.
     pub(crate) base: u64,
+    /// How many bytes are mapped from there on.
+    pub(crate) bytes: u64,
     /// Closes it when dropped.
     _memory: Box<dyn Any + Send + Sync>,
 }
 
 impl ImportedBuffer {
-    pub(super) fn new(generation: u32, base: u64, memory: Box<dyn Any + Send + Sync>) -> Self {
+    pub(super) fn new(
+        generation: u32,
+        (base, bytes): (u64, u64),
+        memory: Box<dyn Any + Send + Sync>,
+    ) -> Self {
         Self {
             generation,
             base,
+            bytes,
             _memory: memory,
         }
     }

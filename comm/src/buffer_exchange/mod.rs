@@ -60,7 +60,7 @@ use ringsight_kernels::{
 use self::{
     exports::{Export, Exports},
     imports::ImportedBuffer,
-    inbox::Event,
+    inbox::{Event, Kept},
     message::{ExportHandle, Message},
     vmm_chunks::{ChunkServer, Fetch, Ticket},
 };
@@ -109,6 +109,8 @@ struct Import {
     generation: u32,
     access: ExportHandle,
     tries: u32,
+    /// Counts its message for as long as the import is tried.
+    _kept: Kept,
 }
 
 /// The buffer exchange of one rank of a communicator. [`BufferExchange::stop`] ends it.
@@ -301,7 +303,12 @@ impl Shared {
             return Ok(());
         };
         let ranks = self.bases.len();
-        let ImportedMemory { base, memory, .. } = match &import.access {
+        let ImportedMemory {
+            base,
+            bytes: mapped,
+            memory,
+            ..
+        } = match &import.access {
             ExportHandle::Whole(handle) => device.import_shared(handle)?,
             ExportHandle::Chunks {
                 handle,
@@ -319,7 +326,7 @@ impl Shared {
             self.bases[self.rank as usize] + imported_offset(ranks, from, number) as u64,
             &bytes,
         )?;
-        let memory = ImportedBuffer::new(generation, base, memory);
+        let memory = ImportedBuffer::new(generation, (base, mapped), memory);
         lock(&imported).insert((from, number), Arc::new(memory));
         device.write_shared(self.imported_at(from, number), &generation.to_le_bytes())?;
         tracing::info!(target: log::INIT, "Mapped memory {number} (generation {generation}) of rank {from}");
@@ -344,7 +351,13 @@ impl Shared {
         }
     }
 
-    fn handle(&self, device: &dyn Device, from: u32, message: Message, pending: &mut Vec<Import>) {
+    fn handle(
+        &self,
+        device: &dyn Device,
+        from: u32,
+        (message, kept): (Message, Kept),
+        pending: &mut Vec<Import>,
+    ) {
         if !self.others().any(|other| other == from) || from as usize >= self.bases.len() {
             return;
         }
@@ -362,6 +375,7 @@ impl Shared {
                     generation,
                     access,
                     tries: 0,
+                    _kept: kept,
                 };
                 self.try_import(device, import, pending);
             }
@@ -390,7 +404,9 @@ impl Shared {
                 inbox.recv_timeout(SWEEP)
             };
             match event {
-                Ok(Event::Message(from, message)) => self.handle(&**device, from, message, &mut pending),
+                Ok(Event::Message(from, message, kept)) => {
+                    self.handle(&**device, from, (message, kept), &mut pending);
+                }
                 Ok(Event::Exported) => {}
                 Err(RecvTimeoutError::Timeout) => {
                     self.sweep(&**device, &mut lock(&self.own));

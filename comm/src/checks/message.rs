@@ -7,6 +7,8 @@ use crate::op::{Call, Identity};
 const MAGIC: u32 = u32::from_le_bytes(*b"RSCK");
 /// The longest text, bytes.
 const MAX_TEXT: usize = 1 << 16;
+/// The most calls in an answer: more than a rank looks at around an operation.
+const MAX_CALLS: usize = 512;
 /// The most ranks that are listed beside it.
 const MAX_WRONG: usize = 64;
 
@@ -106,7 +108,8 @@ impl CheckMessage {
                     [1] => Some((rest.identity()?, call(&mut rest)?)),
                     _ => return None,
                 };
-                let mut calls = Vec::with_capacity(rest.0.len() / (8 + Call::BYTES));
+                let count = rest.0.len() / (8 + Call::BYTES);
+                let mut calls = Vec::with_capacity(Some(count).filter(|count| *count <= MAX_CALLS)?);
                 while !rest.is_empty() {
                     calls.push((rest.u64()?, call(&mut rest)?));
                 }
@@ -181,6 +184,27 @@ mod tests {
             (".{0,100}", prop::collection::vec(any::<u32>(), 0..=MAX_WRONG))
                 .prop_map(|(text, wrong)| CheckMessage::Finding(Finding { text, wrong })),
         ]
+    }
+
+    #[test]
+    fn an_answer_has_no_more_calls_than_a_rank_looks_at() {
+        let call = Call {
+            function: Function::AllReduce,
+            count: 1,
+            data_type: DataType::Float32,
+            reduce_op: ReduceOp::Sum,
+            peer: None,
+            place: None,
+        };
+        let calls = vec![(1, call); MAX_CALLS + 1];
+        let answer = |count: usize| CallsAnswer {
+            calls: calls[..count].to_vec(),
+            tagged: None,
+        };
+        for (count, is_taken) in [(MAX_CALLS, true), (MAX_CALLS + 1, false)] {
+            let bytes = CheckMessage::Calls(answer(count)).encode();
+            assert_eq!(CheckMessage::parse(&bytes).is_some(), is_taken, "{count}");
+        }
     }
 
     proptest! {

@@ -30,7 +30,7 @@ pub(crate) mod wire;
 use std::{
     sync::{
         Arc, Condvar, Mutex, OnceLock, PoisonError,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
         mpsc::{self, Receiver, RecvTimeoutError, Sender},
     },
     thread::{self, JoinHandle},
@@ -53,6 +53,10 @@ pub(crate) type Fail = Box<dyn Fn(Error) + Send + Sync>;
 /// Called before the communicator fails because the ranks do not call alike: with the text, and the ranks that are wrong.
 /// Returns what is to be done after the failure, which may block.
 pub(crate) type OnDifference = Box<dyn Fn(&str, &[u32]) -> Box<dyn FnOnce()> + Send + Sync>;
+
+/// Messages that may wait for `rs-checks` for each rank; beyond it they are lost. A rank sends fewer: it notices, asks and answers once, and says
+/// what it found.
+const WAITING_PER_RANK: usize = 8;
 
 /// Something that goes wrong, or a message about it.
 #[derive(Clone, Debug)]
@@ -78,6 +82,8 @@ pub(crate) struct Checks {
     /// It is known, here or on another rank, that the ranks do not call alike. The communicator may not have failed yet.
     found_difference: AtomicBool,
     reporter: Mutex<Reporter>,
+    /// Messages that wait for the reporter.
+    waiting: AtomicUsize,
     /// Notified when the reporter is over.
     over: Condvar,
 }
@@ -103,6 +109,7 @@ impl Checks {
             on_difference: OnceLock::new(),
             found_difference: AtomicBool::new(false),
             reporter: Mutex::default(),
+            waiting: AtomicUsize::new(0),
             over: Condvar::new(),
         })
     }
@@ -188,6 +195,10 @@ impl Checks {
         });
     }
 
+    fn most_waiting(&self) -> usize {
+        WAITING_PER_RANK.saturating_mul(self.ranks as usize)
+    }
+
     /// Hands an event to the reporter's thread, which is started for the first one.
     fn report(self: &Arc<Self>, event: CheckEvent) {
         if let CheckEvent::Message {
@@ -204,6 +215,12 @@ impl Checks {
             return;
         }
         if let Some(events) = &reporter.events {
+            // Relaxed: a count that orders nothing.
+            let is_message = matches!(&event, CheckEvent::Message { .. });
+            if is_message && self.waiting.fetch_add(1, Ordering::Relaxed) >= self.most_waiting() {
+                self.waiting.fetch_sub(1, Ordering::Relaxed);
+                return;
+            }
             // Not taken if the thread is over and about to say so.
             let _ = events.send(event);
             return;
@@ -258,7 +275,12 @@ impl Checks {
                 None => queue.recv().map_err(|_| RecvTimeoutError::Disconnected),
             };
             event = match next {
-                Ok(event) => event,
+                Ok(event) => {
+                    if matches!(&event, CheckEvent::Message { .. }) {
+                        self.waiting.fetch_sub(1, Ordering::Relaxed);
+                    }
+                    event
+                }
                 Err(RecvTimeoutError::Timeout) => {
                     if let Some(failure) = diagnosis.give_up_waiting(self) {
                         self.fail_with(failure);
@@ -396,6 +418,38 @@ mod tests {
         go_on.send(()).unwrap();
         assert_eq!(failed.recv_timeout(PATIENCE).unwrap().text, finding().text);
         checks.stop();
+    }
+
+    /// The thread is held in the answer to a question, while the rank that asked goes on asking.
+    #[test]
+    fn questions_that_nobody_takes_are_bounded() {
+        let (go_on, held) = mpsc::channel::<()>();
+        let (begins, begun) = mpsc::channel();
+        let held = Mutex::new((held, begins, 0));
+        let post = move |_: Option<u32>, _: &[u8]| {
+            let mut held = lock(&held);
+            held.2 += 1;
+            held.1.send(held.2).unwrap();
+            // Only the first one is held.
+            held.2 > 1 || held.0.recv_timeout(PATIENCE).is_ok()
+        };
+        let checks = Checks::new(1, 2, Box::new(post), Box::new(|_| ()));
+        let ask = CheckMessage::Ask {
+            identity: Identity::Collective { seq: 1 },
+            theirs: 1,
+        };
+        checks.control(0, &ask.encode());
+        assert_eq!(begun.recv_timeout(PATIENCE), Ok(1));
+        for _ in 0..1000 {
+            checks.control(0, &ask.encode());
+        }
+        assert_eq!(checks.waiting.load(Ordering::Relaxed), checks.most_waiting());
+        go_on.send(()).unwrap();
+        for number in 2..=1 + checks.most_waiting() {
+            assert_eq!(begun.recv_timeout(PATIENCE), Ok(number));
+        }
+        checks.stop();
+        assert!(begun.try_recv().is_err(), "the rest is lost");
     }
 
     #[test]

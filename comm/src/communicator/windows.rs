@@ -150,6 +150,23 @@ fn parse(bytes: &[u8]) -> Offer {
     }
 }
 
+/// Where a part lies within the exported buffer that it is in, of which `bytes` bytes were imported.
+fn within_import(
+    export: &ExportedBuffer,
+    (address, length): (u64, u64),
+    bytes: u64,
+) -> std::result::Result<u64, String> {
+    let offset = address.checked_sub(export.start);
+    let end = offset.and_then(|offset| offset.checked_add(length));
+    match (offset, end) {
+        (Some(offset), Some(end)) if end <= bytes => Ok(offset),
+        _ => Err(format!(
+            "it does not lie within the {bytes} bytes that were mapped: {length} bytes at {address:#x}, which begin at {:#x}",
+            export.start
+        )),
+    }
+}
+
 impl Windows {
     pub(super) fn new(for_copy_engines: bool) -> Self {
         Self {
@@ -412,7 +429,7 @@ impl Communicator {
         };
         let (mut addresses, mut memory) = (Vec::new(), Vec::new());
         for (rank, offer) in (0..).zip(offers) {
-            let (address, _, export) = offer.clone()?;
+            let (address, length, export) = offer.clone()?;
             if !peers.is_foreign(rank) {
                 addresses.push(address);
                 continue;
@@ -423,7 +440,8 @@ impl Communicator {
                     self.check_usable().is_err()
                 })
                 .map_err(|why| format!("the part of rank {rank}: {why}"))?;
-            addresses.push(import.base + (address - export.start));
+            let within = within_import(&export, (address, length), import.bytes);
+            addresses.push(import.base + within.map_err(|why| format!("the part of rank {rank}: {why}"))?);
             memory.push(import as Arc<dyn Any + Send + Sync>);
         }
         Ok(Reached {
@@ -523,6 +541,33 @@ mod tests {
             &[2],
         ] {
             assert!(parse(rubbish).is_err(), "{rubbish:?}");
+        }
+    }
+
+    #[test]
+    fn a_part_beyond_what_was_mapped_is_refused() {
+        let export = ExportedBuffer {
+            start: 4096,
+            generation: 3,
+            number: 7,
+        };
+        let within = |address, length| within_import(&export, (address, length), 0x1000);
+        assert_eq!(within(4096, 0x1000), Ok(0));
+        assert_eq!(within(4100, 0xffc), Ok(4));
+        assert_eq!(within(8192, 0), Ok(0x1000));
+        for (address, length) in [
+            (4096, 0x1001),
+            (8192, 1),
+            (4095, 1),
+            (4100, u64::MAX),
+            (u64::MAX, 1),
+            (1 << 40, 8),
+        ] {
+            let refused = within(address, length).unwrap_err();
+            assert!(
+                refused.contains("0x1000") || refused.contains("4096 bytes"),
+                "{refused}"
+            );
         }
     }
 

@@ -36,6 +36,8 @@ pub struct SharedMemory {
 pub struct ImportedMemory {
     /// Its address for kernels of the current device.
     pub base: u64,
+    /// How many bytes of it are mapped, as this process's driver says.
+    pub bytes: u64,
     /// The other rank belongs to another process.
     pub is_foreign: bool,
     /// It is memory of the current device, too.

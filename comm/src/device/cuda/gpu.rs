@@ -82,6 +82,10 @@ impl DeviceMemory {
     pub(super) fn base(&self) -> CUdeviceptr {
         self.0.base
     }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.0.bytes
+    }
 }
 
 impl Drop for DeviceMemory {

@@ -11,13 +11,15 @@ use std::{
     sync::{Arc, Mutex, OnceLock, Weak},
 };
 
-use cudarc::driver::sys::{self, CUdeviceptr, CUipcMem_flags_enum, CUipcMemHandle, CUresult};
+use cudarc::driver::sys::{
+    self, CUdeviceptr, CUipcMem_flags_enum, CUipcMemHandle, CUpointer_attribute, CUresult,
+};
 use ringsight_comm_base::{sync::lock, sys::random_u64};
 
 use super::{
     CudaDevice,
     copy_engine::CopyEngine,
-    driver::{OutsideCapture, call, check},
+    driver::{OutsideCapture, call, check, pointer_attributes},
     gpu::{DeviceMemory, Gpu},
     nvlink::{self, BusId},
     rdma,
@@ -160,6 +162,23 @@ fn read_handle(gpu: &Gpu, bytes: &[u8]) -> Result<(Handle, bool)> {
     Ok((handle, is_on_same_device))
 }
 
+/// How many bytes are mapped from an address on, in the range that it is in.
+fn mapped_bytes(base: CUdeviceptr) -> Result<u64> {
+    use CUpointer_attribute as Of;
+    let (mut start, mut bytes): (CUdeviceptr, usize) = (0, 0);
+    // SAFETY: an address and a size.
+    unsafe {
+        pointer_attributes(
+            base as usize,
+            [
+                (Of::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, (&raw mut start).cast()),
+                (Of::CU_POINTER_ATTRIBUTE_RANGE_SIZE, (&raw mut bytes).cast()),
+            ],
+        )
+    }?;
+    Ok((bytes as u64).saturating_sub(base.saturating_sub(start)))
+}
+
 /// Imports memory for a GPU, whose context is current. `peer` finds another GPU of this process.
 fn import<'a>(
     gpu: &Gpu,
@@ -187,6 +206,7 @@ fn import<'a>(
         });
         return Ok(ImportedMemory {
             base,
+            bytes: mapped_bytes(base)?,
             is_foreign: true,
             is_on_same_device,
             memory: Box::new(opened),
@@ -216,6 +236,7 @@ fn import<'a>(
         .ok_or_else(|| invalid("memory that is gone"))?;
     Ok(ImportedMemory {
         base: handle.base,
+        bytes: memory.bytes() as u64,
         is_foreign: false,
         is_on_same_device,
         memory: Box::new(memory),
@@ -251,6 +272,7 @@ impl Sharing for CudaDevice {
         let mapping = vmm::Mapping::new(gpu, sizes, next)?;
         Ok(ImportedMemory {
             base: mapping.base(),
+            bytes: mapping.bytes() as u64,
             is_foreign: true,
             is_on_same_device,
             memory: Box::new(mapping),

@@ -179,6 +179,11 @@ impl Mapping {
     pub(super) fn base(&self) -> CUdeviceptr {
         self.0.as_ref().map_or(0, |mapped| mapped.base)
     }
+
+    /// Length of all chunks.
+    pub(super) fn bytes(&self) -> usize {
+        self.0.as_ref().map_or(0, |mapped| mapped.bytes)
+    }
 }
 
 impl Drop for Mapping {

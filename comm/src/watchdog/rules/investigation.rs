@@ -86,6 +86,8 @@ struct Investigation {
 struct Question {
     query: u32,
     asked_ns: u64,
+    /// Ranks of the operation. Of others nothing is kept, whatever somebody says of them.
+    participants: Vec<u32>,
     states: BTreeMap<u32, RankState>,
     /// When the health of silent ranks was asked for.
     health_asked_ns: Option<u64>,
@@ -183,6 +185,9 @@ impl Investigations {
             }
             return;
         };
+        if !question.participants.contains(&rank) {
+            return;
+        }
         // A rank's own word replaces what others say of it, and anything replaces silence.
         let replaces = match question.states.get(&rank) {
             None | Some(RankState::Silent | RankState::SilentAlive) => true,
@@ -300,6 +305,7 @@ impl Investigations {
             investigation.question = Some(Question {
                 query: self.query,
                 asked_ns: now,
+                participants: participants.to_vec(),
                 states: known.chain([(asker, RankState::Answered(own))]).collect(),
                 health_asked_ns: None,
             });

@@ -57,6 +57,21 @@ fn conclude_of(
 }
 
 #[test]
+fn what_is_said_of_ranks_that_were_not_asked_is_not_kept() {
+    let mut investigations = Investigations::new(THRESHOLD);
+    assert_eq!(step(&mut investigations, 1, MS), NextStep::Ask { query: 1 });
+    for rank in 2..10_000 {
+        investigations.hear(1, rank, RankState::Dead, 2 * MS);
+    }
+    investigations.hear(1, 1, RankState::Stopped, 3 * MS);
+    let expected = BTreeMap::from([
+        (OWN, RankState::Answered(Position::Completed.into())),
+        (1, RankState::Stopped),
+    ]);
+    assert_eq!(step(&mut investigations, 1, 3 * MS), NextStep::Judge(expected));
+}
+
+#[test]
 fn all_overdue_operations_are_asked_about_at_once() {
     let mut investigations = Investigations::new(THRESHOLD);
     for seq in 1..=20 {
