@@ -449,7 +449,9 @@ fn nothing_recorded_and_nobody_late_are_said_plainly() {
     );
     let more = text(document.inside("id=\"verdict-more\"", "p"));
     assert!(
-        more.ends_with("Rank 1 waited 30.0 ms for rank 9, which is not watched here and may have waited itself."),
+        more.ends_with(
+            "Rank 1 waited 30.0 ms for rank 9, which is not watched here and may have waited itself."
+        ),
         "{more}"
     );
 }

@@ -195,7 +195,7 @@ impl GraphStock {
     pub(super) fn take(self: &Arc<Self>) -> Option<KernelGraphs> {
         let mut instances = lock(&self.instances);
         // Under the lock nothing is returned, and returned graphs are not launched any more.
-        let is_idle = self.queue.is_idle();
+        let is_idle = self.queue.idle_after().is_some();
         let Instances { free, returned } = &mut *instances;
         if is_idle {
             free.append(returned);

@@ -170,10 +170,11 @@ impl LaunchQueue {
         self.lock().retired.push(number);
     }
 
-    /// Whether no kernel of the library runs or waits on the GPU. Of replays, which are launched without the library, it knows those that have
-    /// begun.
-    pub(super) fn is_idle(&self) -> bool {
-        self.lock().running == 0
+    /// The numbers of the last launches, if no kernel of the library runs or waits on the GPU. Of replays, which are launched without the library,
+    /// it knows those that have begun.
+    pub(super) fn idle_after(&self) -> Option<[u32; 2]> {
+        let state = self.lock();
+        (state.running == 0).then_some(state.numbers)
     }
 
     /// A free slot, and the locked queue for submitting its launch. The GPU's context is current; `stream` is the module's own.

@@ -4,8 +4,9 @@
 //! - The *reclaim* thread drops what calls the driver when it is dropped ([`drop_later`]): neither a thread that the driver calls nor the drain
 //!   thread may do that. It also keeps memory ([`keep`], [`keep_block`]). To free memory, the driver waits for everything that the GPU has to do,
 //!   even a stuck kernel of another communicator or a caller's function that holds a stream. Meanwhile it may let no other thread in, not even
-//!   to launch or abort what that work waits for. So memory is kept for reuse, and freed only beyond [`max_kept`] bytes while no kernel of the
-//!   library runs.
+//!   to launch or abort what that work waits for. So memory is kept for reuse, and freed only beyond [`max_kept`] bytes, when the library has
+//!   launched nothing for [`REST`]. If some ranks of a process launched while memory is freed, the driver could keep the last of them
+//!   out for as long as the others' kernels wait for it. Only memory beyond [`PATIENT`] times as much is freed at the first look at idle GPUs.
 //! - The *graphs* thread calls the destructors of graphs that are gone ([`when_gone`]). So the driver's callback takes no lock, and a driver that
 //!   blocks the reclaim thread does not delay destructors.
 
@@ -17,7 +18,7 @@ use std::{
         mpsc::{Receiver, RecvTimeoutError, Sender, channel},
     },
     thread::{self, Thread},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use cudarc::driver::sys::{self, CUcontext, CUdeviceptr, CUgraph};
@@ -37,6 +38,10 @@ use crate::{
 
 /// Time between two looks whether the GPUs are idle.
 const LOOKS: Duration = Duration::from_millis(10);
+/// How long GPUs rest before memory is freed: a job that launches at all launches more often.
+const REST: Duration = Duration::from_secs(1);
+/// Times [`max_kept`]: beyond it memory is freed without waiting for [`REST`].
+const PATIENT: usize = 4;
 /// Bytes that are kept unless `RINGSIGHT_KEPT_MB` says otherwise: the GPU memory of some communicators of eight ranks.
 const DEFAULT_KEPT: usize = 512 << 20;
 
@@ -181,6 +186,7 @@ fn reclaim(garbage: &Receiver<Garbage>) {
     // Its driver calls would end captures. A driver without capture modes has no captures.
     let _ = OutsideCapture::enter_for_good();
     let mut kept: Vec<(usize, Box<dyn Any + Send>)> = Vec::new();
+    let mut rest = Rest::default();
     loop {
         let bytes = kept
             .iter()
@@ -195,7 +201,8 @@ fn reclaim(garbage: &Receiver<Garbage>) {
             Ok(Garbage::Kept(bytes, garbage)) => kept.push((bytes, garbage)),
             Ok(Garbage::Block) => {}
             Err(RecvTimeoutError::Timeout) => {
-                if is_idle() {
+                let rested = rest.look(idle_after(), Instant::now());
+                if rested.is_some_and(|rested| may_free(bytes, max_kept(), rested)) {
                     kept.clear();
                     free_blocks();
                 }
@@ -205,11 +212,40 @@ fn reclaim(garbage: &Receiver<Garbage>) {
     }
 }
 
-/// Whether no kernel of the library runs or waits on any GPU.
-fn is_idle() -> bool {
+/// The last launches of all GPUs, if no kernel of the library runs or waits on any.
+fn idle_after() -> Option<Vec<[u32; 2]>> {
     let gpus = lock(&GPUS);
     // The locks are not held while memory is freed: a caller's function may hold a stream until a launch has returned.
-    gpus.iter().all(|queue| queue.is_idle())
+    gpus.iter().map(|queue| queue.idle_after()).collect()
+}
+
+/// Since when no GPU has had a kernel of the library.
+#[derive(Default)]
+struct Rest {
+    /// The last launches then, and the first look that found no later ones.
+    since: Option<(Vec<[u32; 2]>, Instant)>,
+}
+
+impl Rest {
+    /// What a look at `now` found: the last launches if all GPUs were idle. Returns for how long they have been.
+    fn look(&mut self, idle_after: Option<Vec<[u32; 2]>>, now: Instant) -> Option<Duration> {
+        let Some(launches) = idle_after else {
+            self.since = None;
+            return None;
+        };
+        match &self.since {
+            Some((before, since)) if *before == launches => Some(now - *since),
+            _ => {
+                self.since = Some((launches, now));
+                Some(Duration::ZERO)
+            }
+        }
+    }
+}
+
+/// Whether `kept` bytes are freed on GPUs that have been idle for `rested`.
+fn may_free(kept: usize, max: usize, rested: Duration) -> bool {
+    kept > max && (rested >= REST || kept > max.saturating_mul(PATIENT))
 }
 
 /// Adds an open GPU.
@@ -308,6 +344,28 @@ mod tests {
         for number in 0..3 {
             assert_eq!(told.recv().unwrap(), (number, Some("rs-graphs".into())));
         }
+    }
+
+    #[test]
+    fn memory_is_freed_when_nothing_was_launched_for_a_while() {
+        let (start, ms) = (Instant::now(), Duration::from_millis);
+        let mut rest = Rest::default();
+        let mut look = |launches: Option<u32>, at| {
+            let launches = launches.map(|number| vec![[number, 0], [7, 7]]);
+            rest.look(launches, start + ms(at))
+        };
+        assert_eq!(look(Some(1), 0), Some(ms(0)));
+        assert_eq!(look(Some(1), 900), Some(ms(900)));
+        // A short kernel ran between two looks.
+        assert_eq!(look(Some(2), 910), Some(ms(0)));
+        assert_eq!(look(None, 920), None);
+        assert_eq!(look(Some(2), 930), Some(ms(0)));
+        assert_eq!(look(Some(2), 1930), Some(REST));
+
+        assert!(!may_free(100, 100, 2 * REST) && !may_free(101, 100, ms(999)));
+        assert!(may_free(101, 100, REST) && !may_free(400, 100, ms(0)));
+        assert!(may_free(401, 100, ms(0)) && may_free(AS_SOON_AS_IDLE, DEFAULT_KEPT, ms(0)));
+        assert!(may_free(1, 0, ms(0)), "nothing is to be kept");
     }
 
     #[test]
