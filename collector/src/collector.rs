@@ -87,6 +87,8 @@ pub struct Collector {
     unfinished: u64,
     claimed_twice: u64,
     left_out: LeftOut,
+    /// As the session counts it.
+    unseen: ringsight_probes::LeftOut,
     /// Processes that ended, with the time from which on nothing refers to them any more.
     gone: Vec<(u64, u32)>,
     now_ns: u64,
@@ -126,6 +128,7 @@ impl Collector {
             unfinished: 0,
             claimed_twice: 0,
             left_out: LeftOut::default(),
+            unseen: ringsight_probes::LeftOut::default(),
             gone: Vec::new(),
             now_ns,
             finished: Vec::new(),
@@ -451,8 +454,7 @@ impl Collector {
         let member = communicator.and_then(|known| known.member(part.pid, part.rank));
         if let (Some(member), Some(verdict)) = (member, part.verdicts.last()) {
             let limits = self.correlator.limits();
-            self.metrics
-                .judged(verdict, (part.pid, &member.resource), limits);
+            self.metrics.judged(verdict, (part.pid, &member.resource), limits);
         }
     }
 
@@ -702,6 +704,11 @@ impl Collector {
         ));
     }
 
+    /// Takes over what a session has left out of what processes showed, for the readings.
+    pub fn set_unseen(&mut self, unseen: ringsight_probes::LeftOut) {
+        self.unseen = unseen;
+    }
+
     /// What has come in, been made and been given up so far.
     #[must_use]
     pub fn readings(&self) -> Readings {
@@ -723,6 +730,7 @@ impl Collector {
             given: self.correlator.given(),
             given_up: *self.instances.given_up(),
             left_out,
+            unseen: self.unseen,
             claimed_twice: self.claimed_twice + claimed_twice,
             foreign,
             spans: *self.maker.counts(),

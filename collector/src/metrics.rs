@@ -55,6 +55,8 @@ pub struct Readings {
     pub given_up: GivenUp,
     /// Left out at limits.
     pub left_out: LeftOut,
+    /// Left out of what processes showed before their records came.
+    pub unseen: ringsight_probes::LeftOut,
     /// Communicators' ranks that a process said were its own though another one had said so before, and operations on them.
     pub claimed_twice: u64,
     /// Communicators that a process said were its own though another owner's had said so before.
@@ -85,6 +87,14 @@ struct OfProcess {
 }
 
 impl Readings {
+    /// Everything that was left out at limits, by their names.
+    #[must_use]
+    pub fn left_out_by_name(&self) -> BTreeMap<&'static str, u64> {
+        let mut by_name = self.left_out.by_name();
+        by_name.extend(self.unseen.by_name());
+        by_name
+    }
+
     /// What could not be used or waited for, by reason.
     #[must_use]
     pub fn given_up_by_reason(&self) -> [(&'static str, u64); 12] {
@@ -460,7 +470,7 @@ impl Metrics {
                 MetricData::Counter(count),
             );
         }
-        for (limit, count) in readings.left_out.iter() {
+        for (limit, count) in readings.left_out_by_name() {
             let text = (
                 "ccl.collector.left_out",
                 "What was left out because a process had, or wrote, more than a limit allows",
@@ -468,7 +478,7 @@ impl Metrics {
             );
             own(
                 text,
-                vec![("limit", Value::Static(limit.name()))],
+                vec![("limit", Value::Static(limit))],
                 MetricData::Counter(count),
             );
         }

@@ -13,7 +13,7 @@ use aya::{
     maps::{Array, Map, MapData, PerCpuHashMap, PerCpuValues, RingBuf},
     programs::{
         UProbe,
-        uprobe::{UProbeAttachLocation, UProbeAttachPoint, UProbeLinkId, UProbeScope},
+        uprobe::{UProbeAttachLocation, UProbeAttachPoint, UProbeLink, UProbeLinkId, UProbeScope},
     },
 };
 use ringsight_records::{
@@ -60,6 +60,13 @@ enum Links {
     Multi { _links: Vec<OwnedFd> },
     /// A link a site: (program, link).
     PerfEvent(Vec<(&'static str, UProbeLinkId)>),
+}
+
+/// Links that are in use no more. Dropping them takes the kernel its time: see [`multi`], and longer where a process that maps the library
+/// keeps the lock of its memory.
+pub(crate) enum Unlinked {
+    Multi { _links: Vec<OwnedFd> },
+    PerfEvent { _links: Vec<UProbeLink> },
 }
 
 struct Attachment {
@@ -204,12 +211,12 @@ impl Probes {
         let _ = self.processes.remove(&key);
     }
 
-    /// Counts the process out of its library; the last one of a file takes the links along.
-    pub(crate) fn unlink(&mut self, key: u64, library: FileKey) {
+    /// Counts the process out of its library. The last one of a file gives up the links.
+    pub(crate) fn unlink(&mut self, key: u64, library: FileKey) -> Option<Unlinked> {
         if let Some(attachment) = self.attachments.get_mut(&library) {
             attachment.keys.remove(&key);
         }
-        self.unlink_if_unused(library);
+        self.unlink_if_unused(library)
     }
 
     /// What was seen of a process so far, over all CPUs.
@@ -267,26 +274,18 @@ impl Probes {
         }
     }
 
-    fn unlink_if_unused(&mut self, library: FileKey) {
-        if self
-            .attachments
-            .get(&library)
-            .is_none_or(|attachment| !attachment.keys.is_empty())
-        {
-            return;
+    fn unlink_if_unused(&mut self, library: FileKey) -> Option<Unlinked> {
+        if !self.attachments.get(&library)?.keys.is_empty() {
+            return None;
         }
-        if let Some(Attachment {
-            links: Links::PerfEvent(links),
-            ..
-        }) = self.attachments.remove(&library)
-        {
-            for (name, link) in links {
-                if let Ok(program) = self.program(name) {
-                    let _ = program.detach(link);
-                }
+        Some(match self.attachments.remove(&library)?.links {
+            Links::Multi { _links } => Unlinked::Multi { _links },
+            Links::PerfEvent(links) => {
+                let take = |(name, link)| self.program(name).ok()?.take_link(link).ok();
+                let _links = links.into_iter().filter_map(take).collect();
+                Unlinked::PerfEvent { _links }
             }
-        }
-        // Links of the other kind close as they are dropped.
+        })
     }
 
     fn link(&mut self, library: &Library, sites: &[Site], number: u64) -> io::Result<Links> {

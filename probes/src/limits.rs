@@ -228,6 +228,12 @@ impl LeftOut {
             .filter(|(_, count)| *count > 0)
     }
 
+    /// The counts above 0 by their names in metrics and in the documentation.
+    pub fn by_name(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        let limits = self.limits().map(|(limit, count)| (limit.name(), count));
+        limits.chain(Some(("pages_refused", self.pages_refused)).filter(|(_, count)| *count > 0))
+    }
+
     pub(crate) fn count(&mut self, limit: Limit) {
         self.reached[limit as usize] += 1;
     }
@@ -274,6 +280,28 @@ fn thread_time() -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The page has each limit's figure, in the unit that it is easiest to read in.
+    #[test]
+    fn the_table_says_what_holds() {
+        let page = include_str!("../../docs/src/limits.md");
+        for limit in Limit::ALL {
+            let begin = format!("| `{}` |", limit.name());
+            let rows: Vec<_> = page.lines().filter(|line| line.starts_with(&begin)).collect();
+            let [row] = rows[..] else {
+                panic!("{} rows for {}", rows.len(), limit.name());
+            };
+            let bound = limit.bound();
+            let figure = match limit.unit() {
+                "bytes" if bound.is_multiple_of(1 << 20) => format!("{} MiB", bound >> 20),
+                "bytes" if bound.is_multiple_of(1 << 10) => format!("{} KiB", bound >> 10),
+                "ms" if bound.is_multiple_of(1000) => format!("{} s", bound / 1000),
+                unit => format!("{bound} {unit}"),
+            };
+            assert_eq!(row.split('|').nth(3).map(str::trim), Some(&*figure), "{row}");
+        }
+        assert!(page.contains("| `pages_refused` |"));
+    }
 
     #[test]
     fn each_limit_has_its_place_and_its_words() {

@@ -7,6 +7,7 @@ use std::{
     collections::{BTreeMap, HashMap},
     io,
     sync::Arc,
+    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
@@ -78,6 +79,8 @@ pub struct Session {
     /// Final counters of processes that have ended or were let go.
     finished: HashMap<u32, Counters>,
     past: ProbeStats,
+    /// Threads that close links.
+    closing: Vec<JoinHandle<()>>,
     left_out: LeftOut,
     ready: Vec<Sample>,
     problems: Vec<String>,
@@ -137,6 +140,7 @@ impl Session {
             unanswered: HashMap::new(),
             finished: HashMap::new(),
             past: ProbeStats::default(),
+            closing: Vec::new(),
             left_out: LeftOut::default(),
             ready: Vec::new(),
             problems,
@@ -353,7 +357,7 @@ impl Session {
         if process::ended(&[&pidfd]) != [false] {
             if let (Some(probes), Some((key, _))) = (&mut self.probes, probed) {
                 probes.forget(key);
-                probes.unlink(key, library.key);
+                drop(probes.unlink(key, library.key));
             }
             return Err(AttachError::Gone { pid });
         }
@@ -395,15 +399,30 @@ impl Session {
             return None;
         }
         self.let_go(&[pid]);
+        self.wait_for_links();
         Some(begun.elapsed())
     }
 
     /// Lets go of every process. Returns how long it took.
     pub fn detach_all(&mut self) -> Duration {
         let begun = Instant::now();
+        self.stop_all();
+        self.wait_for_links();
+        begun.elapsed()
+    }
+
+    /// Lets go of every process, and does not wait until the kernel has removed the probes: [`Session::detach_all`] does.
+    pub fn stop_all(&mut self) {
         let pids: Vec<u32> = self.targets.keys().copied().collect();
         self.let_go(&pids);
-        begun.elapsed()
+    }
+
+    /// Waits until the kernel has removed the probes of processes that were let go.
+    fn wait_for_links(&mut self) {
+        for closing in self.closing.drain(..) {
+            // It only drops descriptors.
+            let _ = closing.join();
+        }
     }
 
     /// The target's own counts of its events, also after it was let go or has ended; `None` if it never had pages.
@@ -451,7 +470,7 @@ impl Session {
             if targets.all(|target| target.watched.is_even()) || begun.elapsed() >= REST {
                 return;
             }
-            std::thread::yield_now();
+            thread::yield_now();
         }
     }
 
@@ -504,7 +523,12 @@ impl Session {
             self.finished.insert(pid, counters);
         }
         if let (Some(probes), Some((key, _))) = (&mut self.probes, target.probed) {
-            probes.unlink(key, target.library);
+            // Not in this thread: the kernel may take 100 ms for each probe.
+            if let Some(unlinked) = probes.unlink(key, target.library) {
+                let closing = thread::Builder::new().name("ringsight-unlink".into());
+                self.closing.retain(|closing| !closing.is_finished());
+                self.closing.extend(closing.spawn(move || drop(unlinked)));
+            }
         }
         samples.push(Sample::Exited { pid, ended });
     }

@@ -25,7 +25,7 @@ use tracing::{error, info, warn};
 
 use super::{
     Exit, findings, launcher, log, outputs, print,
-    report::{cpu_seconds, describe, describe_network, report, summarise},
+    report::{cpu_seconds, describe, describe_network, report, report_exporters, summarise},
     signals::Ending,
 };
 
@@ -337,23 +337,22 @@ fn try_run(arguments: &AttachArguments, ending: &Ending) -> Result<Exit, (Exit, 
     reader.watch(ending, arguments.duration, begun);
     // A signal from here on is not the one that ended the watch: it cuts the delivery short.
     let by_signal = ending.asked();
-    let detach_ms = reader.let_go();
-    let duration_s = begun.elapsed().as_secs_f64();
-    let flushing = Instant::now();
-    let exporters = outputs.shutdown(arguments.flush_timeout, ending, by_signal);
-
-    let summary = summarise(
-        &session,
-        &mut collector,
-        &watched,
-        exporters,
-        (duration_s, detach_ms),
-    );
-    let summary = Arc::new(summary);
+    let letting_go = reader.let_go();
+    // What the run came to is said before the kernel removes the probes and outputs take what is queued: both take their time.
+    let mut summary = summarise(&session, &mut collector, &watched, begun.elapsed());
     if !arguments.quiet {
         log::say(&report(&summary, &collector));
     }
     findings::print_open(&collector.findings());
+    let detached = letting_go + session.detach_all();
+    summary.detach_ms = detached.as_secs_f64() * 1e3;
+    info!(summary.detach_ms, "detached in {:.1} ms", summary.detach_ms);
+    let flushing = Instant::now();
+    summary.exporters = outputs.shutdown(arguments.flush_timeout, ending, by_signal);
+    if !arguments.quiet {
+        log::say(&report_exporters(&summary.exporters));
+    }
+    let summary = Arc::new(summary);
     let mut exit = if watched.failed == 0 {
         Exit::Success
     } else {
@@ -593,6 +592,7 @@ impl Reader<'_> {
 
     fn meter(&mut self) {
         let stats = self.outputs.stats();
+        self.collector.set_unseen(self.session.left_out());
         self.collector
             .add_metrics(clock::monotonic_ns(), cpu_seconds(), stats);
     }
@@ -615,9 +615,9 @@ impl Reader<'_> {
         ));
     }
 
-    /// Detaches, takes what is left and hands all of it to the exporters, for as long as [`LET_GO`]. Returns how long detaching took,
-    /// milliseconds.
-    fn let_go(&mut self) -> f64 {
+    /// Lets go of all processes, takes what is left and hands all of it to the exporters, for as long as [`LET_GO`]. Returns how long letting
+    /// go took.
+    fn let_go(&mut self) -> Duration {
         let begun = Instant::now();
         let is_over = || begun.elapsed() >= LET_GO;
         // What has happened until now is taken while everything still runs.
@@ -629,7 +629,9 @@ impl Reader<'_> {
                 break;
             }
         }
-        let detached = self.session.detach_all();
+        let letting_go = Instant::now();
+        self.session.stop_all();
+        let let_go = letting_go.elapsed();
         // The last samples of a process come with the poll after it was let go.
         while (self.more || !self.samples.is_empty()) && !is_over() {
             self.poll(is_over);
@@ -641,9 +643,7 @@ impl Reader<'_> {
         self.collector.leave_out_the_rest(self.samples.len());
         self.meter();
         self.outputs.export(self.collector);
-        let detach_ms = detached.as_secs_f64() * 1e3;
-        info!(detach_ms, "detached in {detach_ms:.1} ms");
-        detach_ms
+        let_go
     }
 
     fn export_if_due(&mut self) {

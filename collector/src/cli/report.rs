@@ -1,5 +1,7 @@
 //! What a run began with and came to, as a file and for people.
 
+use std::time::Duration;
+
 use ringsight_collector::{
     Collector, resource,
     summary::{self, ExporterRow, Summary},
@@ -21,12 +23,12 @@ pub(super) fn cpu_seconds() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
+/// What the run came to, before the probes are removed and outputs have taken what is queued.
 pub(super) fn summarise(
     session: &Session,
     collector: &mut Collector,
     watched: &Watched,
-    exporters: Vec<ExporterRow>,
-    (duration_s, detach_ms): (f64, f64),
+    duration: Duration,
 ) -> Summary {
     let pids: Vec<u32> = watched
         .attached
@@ -57,13 +59,13 @@ pub(super) fn summarise(
         device_events_overwritten: readings.counts.overwritten,
         unfinished: collector.unfinished(),
         given_up: summary::given_up(&readings),
-        limits: readings.left_out.by_name(),
-        duration_s,
+        limits: readings.left_out_by_name(),
+        duration_s: duration.as_secs_f64(),
         attach_ms: watched.attach_ms,
-        detach_ms,
+        detach_ms: 0.0,
         probe_hits: session.probe_stats().hits.iter().sum(),
         cpu_s: cpu_seconds(),
-        exporters,
+        exporters: Vec::new(),
     }
 }
 
@@ -106,11 +108,23 @@ pub(super) fn report(summary: &Summary, collector: &Collector) -> String {
     for (reason, count) in &summary.given_up {
         let _ = writeln!(text, "  {reason}: {count}");
     }
-    for (limit, count) in collector.readings().left_out.iter() {
+    let readings = collector.readings();
+    for (limit, count) in readings.left_out.iter() {
         let (name, items) = (limit.name(), limit.items());
         let _ = writeln!(text, "  left out at a limit: {count} {items} ({name})");
     }
-    for row in &summary.exporters {
+    for (name, count) in readings.unseen.by_name() {
+        let _ = writeln!(text, "  not looked at past a limit: {count} times ({name})");
+    }
+    text
+}
+
+/// What became of the outputs, for people.
+pub(super) fn report_exporters(rows: &[ExporterRow]) -> String {
+    use std::fmt::Write;
+    let mut text = String::new();
+    for row in rows {
+        // Writing to a string does not fail.
         let _ = write!(text, "{}", Printable::from(&*row.target));
         // A page shows operations, not spans, and counts none.
         if row.spans.delivered > 0 {

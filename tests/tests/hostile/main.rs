@@ -5,6 +5,7 @@
 //!
 //! | module | what the target controls |
 //! |---|---|
+//! | `ending` | everything that the end of a watch could wait for |
 //! | `explain` | the code of its library |
 //! | `files` | its library, its texts in `/proc`, files in its root |
 //! | `limits` | how much it has, and writes |
@@ -16,6 +17,7 @@
 //! [`Target::start`] runs a case as user 65534. [`target::ringsight`] is the collector, built as the tests are: with debug assertions,
 //! so that an overflow that a target provokes is found.
 
+mod ending;
 mod explain;
 mod files;
 mod limits;

@@ -60,6 +60,11 @@ fn a_memory_lock_that_is_kept_delays_nobody() -> Result<()> {
             .errors
             .contains("the kernel takes too long to answer about it (1000 ms at most)");
         ensure!(said, "{both:?}");
+        ensure!(
+            both.errors
+                .contains("not looked at past a limit: 1 times (answer_time)"),
+            "{both:?}"
+        );
         Ok(())
     })
 }

@@ -43,7 +43,7 @@ fn pipe(target: &Target, name: &str) -> Result<PathBuf> {
     Ok(pipe)
 }
 
-fn option(name: &str, path: &Path) -> String {
+pub(crate) fn option(name: &str, path: &Path) -> String {
     format!("--{name}={}", path.display())
 }
 
@@ -230,7 +230,7 @@ fn read_to_end(mut pipe: File) -> Result<String> {
 }
 
 /// A pipe that has a reader, who reads nothing, and no room.
-fn stuck_pipe(target: &Target, name: &str) -> Result<(PathBuf, File)> {
+pub(crate) fn stuck_pipe(target: &Target, name: &str) -> Result<(PathBuf, File)> {
     let pipe = pipe(target, name)?;
     let mut both = OpenOptions::new()
         .read(true)
