@@ -2,7 +2,7 @@
 
 use std::{collections::VecDeque, sync::Arc};
 
-use ringsight_exporters::model::{Batch, ExportStats, Finding};
+use ringsight_exporters::model::{Batch, ExportStats, Finding, Metric, MetricData, Place, Straggler, Value};
 use ringsight_probes::{network::NetworkEvent, sample::Sample};
 use ringsight_records::{Flags, Function, Kind, PathChange, Record, State, VERSION};
 
@@ -24,7 +24,7 @@ use crate::{
     network::{Network, Output},
     resource,
     spans::SpanMaker,
-    summary::{OperationLog, OperationRow, StragglerRow},
+    summary::{OperationLog, OperationRow},
 };
 
 /// How a collector works.
@@ -620,14 +620,56 @@ impl Collector {
 
     /// Each rank's lags over the window, by communicator and rank.
     #[must_use]
-    pub fn stragglers(&self) -> Vec<StragglerRow> {
+    pub fn stragglers(&self) -> Vec<Straggler> {
         let rows = self.chronic.rows().into_iter();
         rows.map(|row| {
             let communicator = self.communicators.get(row.communicator);
             let member = communicator.and_then(|known| known.of_rank(row.rank));
-            StragglerRow::new(row, communicator.map(|known| &*known.name), member)
+            Straggler {
+                communicator: row.communicator,
+                communicator_name: communicator.map_or_else(|| "".into(), |known| Arc::clone(&known.name)),
+                rank: row.rank,
+                place: member.map(|member| Place {
+                    pid: member.pid,
+                    host: Arc::clone(&member.watched.host),
+                }),
+                ranks: row.ranks,
+                chronic: row.is_chronic,
+                operations: row.operations,
+                last: row.last,
+                median_ns: row.median_ns,
+                p99_ns: row.p99_ns,
+                lost_ns: row.lost_ns,
+                share: row.share,
+                window_ns: row.window_ns,
+                chance: row.chance,
+            }
         })
         .collect()
+    }
+
+    /// Adds what is known of each rank's lags to the batch, of stragglers as metrics, too.
+    fn add_stragglers(&mut self, now_ns: u64) {
+        let stragglers = self.stragglers();
+        for straggler in stragglers.iter().filter(|straggler| straggler.chronic) {
+            let communicator = self.communicators.get(straggler.communicator);
+            let Some((known, member)) =
+                communicator.and_then(|known| Some((known, known.of_rank(straggler.rank)?)))
+            else {
+                continue;
+            };
+            self.batch.metrics.push(Metric {
+                resource: Arc::clone(&member.resource),
+                name: "ccl.straggler.share",
+                description: "Share of the time by which a straggler's operations began later",
+                unit: "1",
+                attributes: vec![("ccl.communicator.id", Value::Text(Arc::clone(&known.id)))],
+                start_unix_ns: self.start_unix_ns,
+                unix_ns: self.clock.unix_ns(now_ns),
+                data: MetricData::Gauge(straggler.share),
+            });
+        }
+        self.batch.stragglers = stragglers;
     }
 
     /// Lets go of everything: operations in flight are reported as unfinished.
@@ -702,6 +744,7 @@ impl Collector {
             self.clock.unix_ns(now_ns),
             &self.communicators,
         ));
+        self.add_stragglers(now_ns);
     }
 
     /// Takes over what a session has left out of what processes showed, for the readings.

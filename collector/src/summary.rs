@@ -1,18 +1,16 @@
 //! What a run came to: the JSON of `--summary` and the table at the end.
 
-use std::{collections::BTreeMap, fmt::Write as _};
+use std::collections::BTreeMap;
 
-use ringsight_exporters::model::{ExportStats, Finding, Operation, PeerWait, Signal, Tally, TraceId};
+use ringsight_exporters::model::{
+    ExportStats, Finding, Operation, PeerWait, Signal, Straggler, Tally, TraceId,
+};
 use ringsight_records::Kind;
 use rustc_hash::FxHashMap;
 use serde::{Serialize, Serializer};
 
 use crate::{
-    chronic::Straggler,
-    correlate::{
-        Counts,
-        communicators::{Member, Owner},
-    },
+    correlate::{Counts, communicators::Owner},
     identity::Role,
     limits::{LeftOut, Limit},
     metrics::Readings,
@@ -239,18 +237,17 @@ pub struct StragglerRow {
     pub chance: f64,
 }
 
-impl StragglerRow {
-    /// Of a rank in a communicator of this name.
-    #[must_use]
-    pub fn new(row: Straggler, name: Option<&str>, member: Option<&Member>) -> Self {
+impl From<Straggler> for StragglerRow {
+    fn from(row: Straggler) -> Self {
+        let (pid, host) = row.place.map(|place| (place.pid, place.host.to_string())).unzip();
         Self {
             communicator: format!("{:016x}", row.communicator),
-            communicator_name: name.unwrap_or_default().to_owned(),
+            communicator_name: row.communicator_name.to_string(),
             rank: row.rank,
-            pid: member.map(|member| member.pid),
-            host: member.map(|member| member.watched.host.to_string()),
+            pid,
+            host,
             ranks: row.ranks,
-            chronic: row.is_chronic,
+            chronic: row.chronic,
             operations: row.operations,
             last: row.last,
             median_ns: row.median_ns,
@@ -260,33 +257,6 @@ impl StragglerRow {
             window_ns: row.window_ns,
             chance: row.chance,
         }
-    }
-
-    /// `rank 2 (pid 7553, host b) of dp: last in 997 of 1000 operations, median lag 8.1 ms, p99 9.0 ms; the others lost 24.3 s, 27.0 % of the time`.
-    #[must_use]
-    pub fn sentence(&self) -> String {
-        let mut text = format!("rank {}", self.rank);
-        // Writing to a string does not fail.
-        let _ = match (self.pid, self.host.as_deref()) {
-            (Some(pid), None | Some("")) => write!(text, " (pid {pid})"),
-            (Some(pid), Some(host)) => write!(text, " (pid {pid}, host {host})"),
-            (None, _) => Ok(()),
-        };
-        let communicator = match &*self.communicator_name {
-            "" => &self.communicator,
-            name => name,
-        };
-        let _ = write!(
-            text,
-            " of {communicator}: last in {} of {} operations, median lag {:.1} ms, p99 {:.1} ms; the others lost {:.1} s, {:.1} % of the time",
-            self.last,
-            self.operations,
-            self.median_ns as f64 / 1e6,
-            self.p99_ns as f64 / 1e6,
-            self.lost_ns as f64 / 1e9,
-            self.share * 100.0
-        );
-        text
     }
 }
 

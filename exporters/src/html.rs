@@ -9,6 +9,7 @@ mod page;
 mod store;
 
 use std::{
+    cmp::Ordering,
     collections::HashMap,
     path::Path,
     time::{Duration, Instant},
@@ -17,7 +18,7 @@ use std::{
 use ringsight_output::{Destination, Error};
 
 use self::store::Store;
-use crate::model::{Batch, ExportStats, Exporter, Finding, MetricData, Takes};
+use crate::model::{Batch, ExportStats, Exporter, Finding, MetricData, Straggler, Takes};
 
 /// Operations that a page keeps unless told otherwise.
 pub const DEFAULT_OPERATIONS: usize = 50_000;
@@ -27,6 +28,8 @@ const DEFAULT_PARTS: usize = 800_000;
 const REWRITE: Duration = Duration::from_secs(10);
 /// Findings that a page shows.
 const MAX_FINDINGS: usize = 1024;
+/// Ranks whose lags a page shows.
+const MAX_STRAGGLERS: usize = 1024;
 /// Counters of events that never reached the collector.
 const LOST_METRIC: &str = "ccl.probe.lost";
 
@@ -37,6 +40,8 @@ pub struct HtmlExporter {
     store: Store,
     /// What is wrong with operations, by trace, in the order of the first.
     findings: Vec<Finding>,
+    /// Each rank's lags: stragglers first, then those that cost most.
+    stragglers: Vec<Straggler>,
     /// Lost events by who counted them.
     lost: HashMap<String, u64>,
     unwritten: u64,
@@ -84,6 +89,7 @@ impl HtmlExporter {
             title,
             store: Store::new(operations, DEFAULT_PARTS),
             findings: Vec::new(),
+            stragglers: Vec::new(),
             lost: HashMap::new(),
             unwritten: 0,
             written_at: Instant::now(),
@@ -103,8 +109,10 @@ impl HtmlExporter {
         let written = if self.destination.is_stream() {
             Err(Error::NotRegular)
         } else {
-            self.destination
-                .replace(|file| page::write(file, &self.title, &self.store, &self.findings, lost, last))
+            self.destination.replace(|file| {
+                let wrong = (&self.findings[..], &self.stragglers[..]);
+                page::write(file, &self.title, &self.store, wrong, lost, last)
+            })
         };
         self.written_at = Instant::now();
         self.took = started.elapsed();
@@ -168,6 +176,15 @@ impl Exporter for HtmlExporter {
         }
         for finding in &batch.findings {
             self.find(finding);
+        }
+        if !batch.stragglers.is_empty() {
+            self.stragglers.clone_from(&batch.stragglers);
+            self.stragglers.sort_by(|a, b| {
+                (b.chronic, b.share)
+                    .partial_cmp(&(a.chronic, a.share))
+                    .unwrap_or(Ordering::Equal)
+            });
+            self.stragglers.truncate(MAX_STRAGGLERS);
         }
         self.unwritten += batch.operations.len() as u64;
         let changed = self.unwritten > 0 || !batch.findings.is_empty();

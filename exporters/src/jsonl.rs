@@ -219,6 +219,7 @@ impl<M: Medium> Writer<M> {
             logs,
             operations: _,
             findings: _,
+            stragglers: _,
         } = batch;
         self.line(Signal::Traces, spans, json::traces);
         self.line(Signal::Metrics, metrics, json::metrics);

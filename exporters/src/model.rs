@@ -284,6 +284,8 @@ pub struct Batch {
     pub operations: Vec<Operation>,
     /// What is wrong with operations, as far as that has changed.
     pub findings: Vec<Finding>,
+    /// Each rank's lags over the window, if it is time for them: all that are known, in place of those before.
+    pub stragglers: Vec<Straggler>,
 }
 
 impl Batch {
@@ -296,12 +298,14 @@ impl Batch {
             logs,
             operations,
             findings,
+            stragglers,
         } = self;
         spans.is_empty()
             && metrics.is_empty()
             && logs.is_empty()
             && operations.is_empty()
             && findings.is_empty()
+            && stragglers.is_empty()
     }
 
     /// About how many bytes of memory it takes. Shared texts and resources are not counted.
@@ -524,6 +528,72 @@ impl Finding {
             words += &format!(" from rank {from} to rank {to}");
         }
         words
+    }
+}
+
+/// One rank's lags in one communicator over a window of operations.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Straggler {
+    /// Communicator.
+    pub communicator: u64,
+    /// Its name, empty if it has none or is gone.
+    pub communicator_name: Arc<str>,
+    /// Rank.
+    pub rank: u32,
+    /// Where it runs, if it is watched still.
+    pub place: Option<Place>,
+    /// Ranks that were compared.
+    pub ranks: u32,
+    /// It is late in so many operations, and loses so much time, that it is called a straggler.
+    pub chronic: bool,
+    /// Operations of the window.
+    pub operations: u64,
+    /// Operations in which it was last.
+    pub last: u64,
+    /// Median lag, nanoseconds; 0 if it is negative.
+    pub median_ns: u64,
+    /// 99th percentile of its lags, nanoseconds.
+    pub p99_ns: u64,
+    /// What the others lost by it, summed over them, nanoseconds.
+    pub lost_ns: u64,
+    /// Share of the window's time by which its operations began later.
+    pub share: f64,
+    /// Length of the window, nanoseconds.
+    pub window_ns: u64,
+    /// Probability of this if all ranks were alike.
+    pub chance: f64,
+}
+
+impl Straggler {
+    /// The communicator as people know it.
+    #[must_use]
+    pub fn communicator_words(&self) -> String {
+        match &*self.communicator_name {
+            "" => format!("{:016x}", self.communicator),
+            name => name.to_owned(),
+        }
+    }
+
+    /// `rank 2 (pid 7553, host b) of dp: last in 997 of 1000 operations, median lag 8.1 ms, p99 9.0 ms; the others lost 24.3 s, 27.0 % of the time`.
+    #[must_use]
+    pub fn sentence(&self) -> String {
+        let place = match &self.place {
+            Some(Place { pid, host }) if host.is_empty() => format!(" (pid {pid})"),
+            Some(Place { pid, host }) => format!(" (pid {pid}, host {host})"),
+            None => String::new(),
+        };
+        format!(
+            "rank {}{place} of {}: last in {} of {} operations, median lag {:.1} ms, p99 {:.1} ms; the others lost {:.1} s, {:.1} % of \
+             the time",
+            self.rank,
+            self.communicator_words(),
+            self.last,
+            self.operations,
+            self.median_ns as f64 / 1e6,
+            self.p99_ns as f64 / 1e6,
+            self.lost_ns as f64 / 1e9,
+            self.share * 100.0
+        )
     }
 }
 

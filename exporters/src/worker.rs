@@ -66,7 +66,10 @@ impl Items {
                 count(takes.metrics, batch.metrics.len()),
                 count(takes.logs, batch.logs.len()),
             ],
-            operations: count(takes.operations, batch.operations.len() + batch.findings.len()),
+            operations: count(
+                takes.operations,
+                batch.operations.len() + batch.findings.len() + batch.stragglers.len(),
+            ),
         }
     }
 

@@ -51,7 +51,7 @@ pub(super) fn summarise(
         records: summary::records(&readings.counts, &emitted),
         spans: summary::spans(&readings.spans),
         verdicts: collector.findings().into_iter().map(Into::into).collect(),
-        stragglers: collector.stragglers(),
+        stragglers: collector.stragglers().into_iter().map(Into::into).collect(),
         operations_left_out: if rows.is_empty() { 0 } else { left_out },
         operations: rows,
         lost: readings.counts.lost_total(),
@@ -73,12 +73,13 @@ pub(super) fn summarise(
 pub(super) fn report(summary: &Summary, collector: &Collector) -> String {
     use std::fmt::Write;
     let mut text = collector.log().table();
-    let chronic: Vec<_> = summary.stragglers.iter().filter(|row| row.chronic).collect();
-    if !chronic.is_empty() {
+    let mut stragglers = collector.stragglers();
+    stragglers.retain(|straggler| straggler.chronic);
+    if !stragglers.is_empty() {
         text += "late in every step:\n";
     }
-    for row in chronic {
-        let _ = writeln!(text, "  {}", Printable::from(&*row.sentence()));
+    for straggler in stragglers {
+        let _ = writeln!(text, "  {}", Printable::from(&*straggler.sentence()));
     }
     let (operations, incomplete, late) = collector.log().counts();
     let received: u64 = summary.records.values().map(|count| count.received).sum();

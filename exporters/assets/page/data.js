@@ -144,6 +144,9 @@ const culprits = (() => {
 // What watchdogs found wrong: open before ended, the longest first.
 const STATES = ["HANG", "ENDED"];
 const findings = [...raw.findings].sort((a, b) => STATES.indexOf(a.state) - STATES.indexOf(b.state) || b.waited - a.waited);
+// Ranks that are late in every step, the costliest first.
+const chronic = raw.stragglers.filter((straggler) => straggler.chronic);
+const shareWords = (share) => `${(share * 100).toFixed(share < 0.1 ? 1 : 0)} %`;
 const openFindings = findings.filter((finding) => finding.state !== "ENDED");
 
 // ---- words

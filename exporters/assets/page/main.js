@@ -43,6 +43,7 @@ function buildTools() {
   click("zoom-fit", fitAll);
   click("all-culprits", () => drawCulprits(true));
   click("all-findings", () => drawFindings(true));
+  click("all-stragglers", () => drawStragglers(true));
 }
 
 function paintTypes() {
@@ -51,7 +52,7 @@ function paintTypes() {
 
 function tell() {
   const { dataset } = document.documentElement;
-  Object.assign(dataset, { operations: ops.n, parts: parts.n, shown: state.shown, culprits: culprits.length, findings: findings.length, from: Math.round(state.from), to: Math.round(state.to) });
+  Object.assign(dataset, { operations: ops.n, parts: parts.n, shown: state.shown, culprits: culprits.length, findings: findings.length, stragglers: chronic.length, from: Math.round(state.from), to: Math.round(state.to) });
   dataset.selected = state.selected >= 0 ? ops.trace(state.selected) : "";
 }
 
@@ -69,6 +70,7 @@ function start() {
   drawFacts();
   drawVerdict();
   drawFindings();
+  drawStragglers();
   drawCulprits();
   on("view", redraw);
   on("view", writeAddress);

@@ -13,6 +13,12 @@ function drawVerdict() {
   } else if (!ops.n) {
     line.textContent = "No operation has finished yet";
     more.textContent = raw.final ? "The recording ended without one." : "Reload this page later: it is rewritten while the recording goes on.";
+  } else if (chronic.length && !late) {
+    const [worst] = chronic;
+    line.replaceChildren(element("span", { className: "late", textContent: `Rank ${worst.rank}${worst.host ? ` on ${worst.host}` : ""}` }),
+      ` is late in every step: ${shareWords(worst.share)} of the time is lost`);
+    more.textContent = `It was last in ${count(worst.last)} of ${plural(worst.operations, "operation")} of ${worst.communicator}; its median lag is ${duration(worst.median)}. ` +
+      "No single operation reached the threshold.";
   } else if (!late && ops.unnamed.size) {
     const worst = [...ops.unnamed.values()].reduce((a, b) => b.wait > a.wait ? b : a);
     line.textContent = "A rank may have been late, and nobody can say which";
@@ -65,6 +71,29 @@ function drawFindings(all = false) {
   const button = byId("all-findings");
   button.hidden = all || findings.length <= FEW;
   button.textContent = `Show all ${findings.length} verdicts`;
+}
+
+// A row for each rank, if one of them is late in every step.
+function drawStragglers(all = false) {
+  byId("stragglers").hidden = !chronic.length;
+  const shown = !chronic.length ? [] : all ? raw.stragglers : raw.stragglers.slice(0, FEW);
+  byId("stragglers").tBodies[0].replaceChildren(...shown.map((straggler) => {
+    const place = straggler.pid === null ? "" : ` ${straggler.host} · pid ${straggler.pid}`;
+    const row = element("tr", {},
+      element("td", {}, element("span", { className: straggler.chronic ? "rank" : "", textContent: `rank ${straggler.rank}` }), element("span", { className: "muted", textContent: place })),
+      element("td", { textContent: straggler.communicator }),
+      element("td", { className: "number", textContent: `${count(straggler.last)} of ${count(straggler.operations)}` }),
+      element("td", { className: "number", textContent: duration(straggler.median) }),
+      element("td", { className: "number", textContent: duration(straggler.p99) }),
+      element("td", { className: "number", textContent: rankTime(straggler.lost) }),
+      element("td", { className: "number", textContent: shareWords(straggler.share) }));
+    row.dataset.rank = straggler.rank;
+    row.dataset.chronic = straggler.chronic;
+    return row;
+  }));
+  const button = byId("all-stragglers");
+  button.hidden = all || !chronic.length || raw.stragglers.length <= FEW;
+  button.textContent = `Show all ${raw.stragglers.length} ranks`;
 }
 
 function drawFacts() {

@@ -11,7 +11,7 @@ use std::{
 
 use super::store::Store;
 use crate::{
-    model::{Finding, Operation, OperationRank},
+    model::{Finding, Operation, OperationRank, Straggler},
     ranks::Ranks,
 };
 
@@ -33,12 +33,12 @@ pub(super) const SCRIPTS: [&str; 8] = [
 const GUARD: &str = "addEventListener('error',e=>{document.documentElement.dataset.error=e.message;\
     const f=document.getElementById('failure');f.hidden=false;f.textContent='This page failed: '+e.message;});";
 
-/// Writes the page of what `store` and `findings` hold. `lost` is how many events were lost, `last` whether the recording is over.
+/// Writes the page of what `store` holds, with what is `wrong` with operations and ranks. `lost` is how many events were lost, `last` whether the recording is over.
 pub(super) fn write(
     out: &mut impl Write,
     title: &str,
     store: &Store,
-    findings: &[Finding],
+    wrong: (&[Finding], &[Straggler]),
     lost: u64,
     last: bool,
 ) -> io::Result<()> {
@@ -49,7 +49,7 @@ pub(super) fn write(
         match name {
             "TITLE" => escape(out, title)?,
             "STYLE" => out.write_all(STYLE.as_bytes())?,
-            "DATA" => data(&mut InScript(&mut *out), store, findings, lost, last)?,
+            "DATA" => data(&mut InScript(&mut *out), store, wrong, lost, last)?,
             "SCRIPT" => {
                 write!(out, "\"use strict\";\n{GUARD}\n(() => {{\n")?;
                 SCRIPTS
@@ -234,7 +234,13 @@ fn list(out: &mut impl Write, name: &str, items: &[&str]) -> io::Result<()> {
     out.write_all(b",")
 }
 
-fn data(out: &mut impl Write, store: &Store, findings: &[Finding], lost: u64, last: bool) -> io::Result<()> {
+fn data(
+    out: &mut impl Write,
+    store: &Store,
+    (findings, stragglers): (&[Finding], &[Straggler]),
+    lost: u64,
+    last: bool,
+) -> io::Result<()> {
     let mut operations: Vec<_> = store.operations().collect();
     operations.sort_by_cached_key(|operation| start_of(operation));
     let ops = || operations.iter().copied();
@@ -389,6 +395,28 @@ fn data(out: &mut impl Write, store: &Store, findings: &[Finding], lost: u64, la
             "waited": finding.waited_ns,
             "text": finding.text,
             "next": finding.next_step,
+        });
+        serde_json::to_writer(&mut *out, &value)?;
+    }
+
+    out.write_all(b"],\"stragglers\":[")?;
+    for (index, straggler) in stragglers.iter().enumerate() {
+        if index > 0 {
+            out.write_all(b",")?;
+        }
+        let place = straggler.place.as_ref();
+        let value = serde_json::json!({
+            "rank": straggler.rank,
+            "communicator": straggler.communicator_words(),
+            "pid": place.map(|place| place.pid),
+            "host": place.map(|place| &*place.host),
+            "chronic": straggler.chronic,
+            "operations": straggler.operations,
+            "last": straggler.last,
+            "median": straggler.median_ns,
+            "p99": straggler.p99_ns,
+            "lost": straggler.lost_ns,
+            "share": straggler.share,
         });
         serde_json::to_writer(&mut *out, &value)?;
     }

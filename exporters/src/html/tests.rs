@@ -60,7 +60,7 @@ fn batch(operations: Vec<Operation>) -> Batch {
 /// The page's text and its data.
 fn written(title: &str, store: &Store, lost: u64) -> (String, Json) {
     let mut out = Vec::new();
-    page::write(&mut out, title, store, &[], lost, true).unwrap();
+    page::write(&mut out, title, store, (&[], &[]), lost, true).unwrap();
     let text = String::from_utf8(out).unwrap();
     let data = text
         .split_once("<script type=\"application/json\" id=\"data\">")
@@ -287,6 +287,55 @@ fn lost_events_are_summed_over_their_latest_counts() {
 }
 
 #[test]
+fn the_ranks_that_are_late_in_every_step_stand_first() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("page.html");
+    let mut exporter = HtmlExporter::create(&path, "t").unwrap();
+    let straggler = |rank, chronic, share| Straggler {
+        communicator: 7,
+        communicator_name: "dp".into(),
+        rank,
+        place: None,
+        ranks: 3,
+        chronic,
+        operations: 100,
+        last: 90,
+        median_ns: 8_000_000,
+        p99_ns: 9_000_000,
+        lost_ns: 1,
+        share,
+        window_ns: 2,
+        chance: 0.0,
+    };
+    for share in [0.1, 0.27] {
+        exporter.export(&Batch {
+            stragglers: vec![
+                straggler(0, false, 0.5),
+                straggler(1, false, 0.6),
+                straggler(2, true, share),
+            ],
+            ..Batch::default()
+        });
+    }
+    exporter.shutdown(Duration::ZERO).unwrap();
+    let page = fs::read_to_string(&path).unwrap();
+    let (_, rows) = page.split_once("\"stragglers\":").unwrap();
+    let mut rows = serde_json::Deserializer::from_str(rows).into_iter::<serde_json::Value>();
+    let rows = rows.next().unwrap().unwrap();
+    let seen: Vec<_> = rows
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|row| row["rank"].clone())
+        .collect();
+    assert_eq!(seen, [2, 1, 0]);
+    assert_eq!(
+        (&rows[0]["share"], &rows[0]["communicator"]),
+        (&0.27.into(), &"dp".into())
+    );
+}
+
+#[test]
 fn a_page_is_there_from_the_start_and_final_at_the_end() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("page.html");
@@ -340,7 +389,7 @@ fn ten_thousand_operations_make_a_small_page() {
     (0..10_000).for_each(|number| store.push(&regular(number, 8)));
     let mut out = Vec::new();
     let started = Instant::now();
-    page::write(&mut out, "t", &store, &[], 0, true).unwrap();
+    page::write(&mut out, "t", &store, (&[], &[]), 0, true).unwrap();
     println!(
         "10,000 operations of 8 ranks: {:.2} MB in {:?}",
         out.len() as f64 / 1e6,

@@ -264,6 +264,7 @@ pub(crate) fn batch() -> impl Strategy<Value = Batch> {
                 logs,
                 operations: vec![],
                 findings: vec![],
+                stragglers: vec![],
             })
     })
 }
