@@ -95,7 +95,7 @@ fn missing(file: &[u8]) -> Vec<String> {
     };
     let theirs: BTreeSet<&str> = file
         .dynamic_symbols()
-        .filter(|symbol| symbol.is_definition())
+        .filter(object::ObjectSymbol::is_definition)
         .filter_map(|symbol| symbol.name().ok())
         // A twin is missing where its function is.
         .filter(|name| name.starts_with("nccl") && !ours.contains(name))
