@@ -19,7 +19,7 @@ use crate::{
     host,
     limits::{ANSWER_TIME, CpuBudget, DESCRIPTORS_TIME, Limit},
     pages::Mapped,
-    procfs::ProcessDirectory,
+    procfs::{ProcessDirectory, status_field},
     target::process_error,
 };
 
@@ -106,11 +106,10 @@ pub fn ranks_below(pid: u32) -> Vec<u32> {
         if is_over() {
             break;
         }
-        let stat = ProcessDirectory::open(child).and_then(|directory| directory.text("stat"));
-        // The name, in parentheses, may hold anything; state and parent follow it.
-        let parent = stat
+        let status = ProcessDirectory::open(child).and_then(|directory| directory.text("status"));
+        let parent = status
             .ok()
-            .and_then(|stat| stat.rsplit(')').next()?.split_whitespace().nth(1)?.parse().ok());
+            .and_then(|status| status_field(&status, "PPid:")?.parse().ok());
         if let Some(parent) = parent {
             children.entry(parent).or_default().push(child);
         }

@@ -663,7 +663,11 @@ impl Source for Session {
             *ended |= target.replaced;
             if *ended && target.ended_ns.is_none() {
                 target.ended_ns = Some(now);
-                if let Some(status) = target.directory.failure() {
+                if let Some(status) = if target.replaced {
+                    None
+                } else {
+                    target.directory.failure()
+                } {
                     let pid = target.directory.pid();
                     samples.push(Sample::Failed { pid, status });
                 }
