@@ -5,7 +5,7 @@
 //!
 //! # When a rank is named
 //! Both hold for the window, which is the last 4,096 to 8,192 operations of the communicator:
-//! - *More than chance.* Operations that follow each other are late for one reason, so [`BLOCK`] of them are one trial: the rank with the
+//! - *More than chance.* Operations that follow each other are late for one reason, so `BLOCK` of them are one trial: the rank with the
 //!   largest loss has it. Were all *n* ranks alike, a rank would have each trial with probability 1/n. It is named if the binomial
 //!   probability of as many trials as it had, times n, is below [`SIGNIFICANCE`].
 //! - *Worth a look.* Its losses are at least [`SHARE`] of the time. A tenth of a block's time is the most that counts of it, so that a single

@@ -1019,8 +1019,9 @@ fn failovers_without_end() {
     };
     let best = |connections| (0..3).map(|_| time(connections)).fold(f64::INFINITY, f64::min);
     let (few, many) = (best(50), best(4000));
+    // A look at each connection would take 80 times as long.
     assert!(
-        many < 4.0 * few,
+        many < 16.0 * few,
         "{few} s beside 50 connections, {many} s beside 4000"
     );
 }

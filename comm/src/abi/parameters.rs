@@ -154,7 +154,7 @@ unsafe fn find(key: *const c_char) -> Result<&'static Parameter> {
         .ok_or_else(|| Error::argument(format!("key ({name:?}) is no parameter of this library")))
 }
 
-/// `ncclParamHandle_t`: the address of a row of [`PARAMETERS`].
+/// `ncclParamHandle_t`: the address of a row of `PARAMETERS`.
 pub type ParameterHandle = *const c_void;
 
 /// The parameter of a handle.
