@@ -8,6 +8,7 @@
 //! |---|---|
 //! | `environ`, and `maps` before Linux 6.17 | of its memory |
 //! | `stat`, links and namespaces, opening `maps`, `pagemap` or `environ` | of its `execve` |
+//! | placing probes in a library, and taking them away | of the memory of every process that maps it, watched or not |
 //!
 //! So a thread asks them, and whoever wants to know waits as long as it likes. `status`, `statm`, `comm` and `cgroup` are answered at once.
 

@@ -3,6 +3,7 @@
 use std::{
     collections::{HashMap, HashSet},
     ffi::CString,
+    fs::File,
     io,
     os::fd::{AsFd as _, AsRawFd as _, OwnedFd},
     path::Path,
@@ -23,6 +24,7 @@ use ringsight_records::{
 };
 
 use crate::{
+    ask::Question,
     error::Unavailable,
     host,
     limits::{CpuBudget, POLL_TIME, STRIDE},
@@ -54,10 +56,49 @@ struct PodNamespace(PidNamespace);
 // SAFETY: as above.
 unsafe impl Pod for PodNamespace {}
 
+/// Links that a thread makes.
+pub(crate) struct Linking {
+    pub(crate) number: u64,
+    pub(crate) question: Question<io::Result<Vec<OwnedFd>>>,
+}
+
+/// Places in a file: (offset, cookie).
+type Points = Vec<(u64, u64)>;
+
+/// The programs that sites of library `number` need, whether each is for returns, and its points.
+fn parts(sites: &[Site], number: u64) -> Vec<(&'static str, bool, Points)> {
+    let points = |returns: bool| -> Points {
+        sites
+            .iter()
+            .filter(|site| !returns || site.returns)
+            .map(|site| {
+                (
+                    site.offset,
+                    probed::cookie(number, site.cookie & 0xff) | site.cookie & probed::STACK_ARGUMENTS,
+                )
+            })
+            .collect()
+    };
+    let entry = if sites.iter().any(|site| site.returns) {
+        "on_entry"
+    } else {
+        "on_record"
+    };
+    // Returns first: an entry whose return is not probed yet would stay pending.
+    let mut parts = vec![("on_return", true, points(true)), (entry, false, points(false))];
+    parts.retain(|(_, _, points)| !points.is_empty());
+    parts
+}
+
+/// A path to the very file that is open.
+fn file_path(file: &File) -> String {
+    format!("/proc/self/fd/{}", file.as_raw_fd())
+}
+
 /// How a library's sites are linked to the programs.
 enum Links {
     /// One link for the entries, one for the returns if any.
-    Multi { _links: Vec<OwnedFd> },
+    Multi(Vec<OwnedFd>),
     /// A link a site: (program, link).
     PerfEvent(Vec<(&'static str, UProbeLinkId)>),
 }
@@ -169,22 +210,67 @@ impl Probes {
         })
     }
 
+    /// Has a thread link the sites of a library, unless another process of the session already brought it or the kernel has no
+    /// `uprobe_multi`. The kernel wants the memory lock of every process that maps the file, and any of them can keep it.
+    pub(crate) fn begin_link(&mut self, library: &Library, sites: &[Site]) -> io::Result<Option<Linking>> {
+        if self.multi.is_none() || self.attachments.contains_key(&library.key) {
+            return Ok(None);
+        }
+        let number = self.new_number();
+        let parts = parts(sites, number)
+            .into_iter()
+            .map(|(name, returns, points)| Ok((self.multi_program(name)?, returns, points)))
+            .collect::<io::Result<Vec<_>>>()?;
+        let file = library.file.try_clone()?;
+        let link = move || -> io::Result<Vec<OwnedFd>> {
+            // The very file that was examined, wherever its name leads by now.
+            let path = CString::new(file_path(&file))?;
+            let link = |(program, returns, points): &(OwnedFd, bool, Points)| {
+                multi::link(program.as_fd(), &path, points, *returns)
+            };
+            parts.iter().map(link).collect()
+        };
+        let question = Question::ask(link)?;
+        Ok(Some(Linking { number, question }))
+    }
+
+    /// A number for a library.
+    fn new_number(&mut self) -> u64 {
+        let number = self.next_library;
+        self.next_library += 1;
+        number
+    }
+
     /// Watches process `pid` through its library: attaches to the file unless another process of the session already
     /// brought it, and lets the programs pass this process. Returns the process's key
-    /// and its library's number.
+    /// and its library's number. `linked` is what came of [`Probes::begin_link`].
     pub(crate) fn watch(
         &mut self,
         directory: &ProcessDirectory,
         library: &Library,
         sites: &[Site],
+        linked: Option<(u64, io::Result<Vec<OwnedFd>>)>,
     ) -> io::Result<(u64, u64)> {
         let key = self.process_key(directory)?;
         let number = if let Some(attachment) = self.attachments.get(&library.key) {
             attachment.number
         } else {
-            let number = self.next_library;
-            let links = self.link(library, sites, number)?;
-            self.next_library += 1;
+            let (number, links) = match linked {
+                Some((number, Ok(links))) => (number, Links::Multi(links)),
+                Some((_, Err(error)))
+                    if !matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP | 524)) =>
+                {
+                    return Err(error);
+                }
+                other => {
+                    if other.is_some() {
+                        // The kernel was built without it.
+                        self.multi = None;
+                    }
+                    let number = self.new_number();
+                    (number, self.link_by_perf_events(library, sites, number)?)
+                }
+            };
             self.attachments.insert(
                 library.key,
                 Attachment {
@@ -279,7 +365,7 @@ impl Probes {
             return None;
         }
         Some(match self.attachments.remove(&library)?.links {
-            Links::Multi { _links } => Unlinked::Multi { _links },
+            Links::Multi(_links) => Unlinked::Multi { _links },
             Links::PerfEvent(links) => {
                 let take = |(name, link)| self.program(name).ok()?.take_link(link).ok();
                 let _links = links.into_iter().filter_map(take).collect();
@@ -288,82 +374,38 @@ impl Probes {
         })
     }
 
-    fn link(&mut self, library: &Library, sites: &[Site], number: u64) -> io::Result<Links> {
-        // The very file that was examined, wherever its name leads by now.
-        let path = format!("/proc/self/fd/{}", library.file.as_raw_fd());
-        let points = |returns: bool| -> Vec<(u64, u64)> {
-            sites
-                .iter()
-                .filter(|site| !returns || site.returns)
-                .map(|site| {
-                    (
-                        site.offset,
-                        probed::cookie(number, site.cookie & 0xff) | site.cookie & probed::STACK_ARGUMENTS,
-                    )
-                })
-                .collect()
-        };
-        let entry = if sites.iter().any(|site| site.returns) {
-            "on_entry"
-        } else {
-            "on_record"
-        };
-        // Returns first: an entry whose return is not probed yet would stay pending.
-        let parts = [("on_return", true, points(true)), (entry, false, points(false))];
-        let parts = parts.iter().filter(|(_, _, points)| !points.is_empty());
-
-        if self.multi.is_some() {
-            match self.link_multi(&path, parts.clone()) {
-                Ok(links) => return Ok(Links::Multi { _links: links }),
-                // The kernel was built without it.
-                Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP | 524)) => {
-                    self.multi = None;
-                }
-                Err(error) => return Err(error),
-            }
-        }
+    fn link_by_perf_events(&mut self, library: &Library, sites: &[Site], number: u64) -> io::Result<Links> {
+        let path = file_path(&library.file);
         let mut links = Vec::new();
-        for (name, _, points) in parts {
+        for (name, _, points) in parts(sites, number) {
             let program = self.program(name).map_err(io::Error::other)?;
             if program.fd().is_err() {
                 program.load().map_err(|error| io::Error::other(chain(&error)))?;
             }
             for (offset, cookie) in points {
                 let point = UProbeAttachPoint {
-                    location: UProbeAttachLocation::AbsoluteOffset(*offset),
-                    cookie: Some(*cookie),
+                    location: UProbeAttachLocation::AbsoluteOffset(offset),
+                    cookie: Some(cookie),
                 };
                 let link = program
                     .attach(point, Path::new(&path), UProbeScope::AllProcesses)
                     .map_err(|error| io::Error::other(chain(&error)))?;
-                links.push((*name, link));
+                links.push((name, link));
             }
         }
         Ok(Links::PerfEvent(links))
     }
 
-    fn link_multi<'a>(
-        &mut self,
-        path: &str,
-        parts: impl Iterator<Item = &'a (&'static str, bool, Vec<(u64, u64)>)>,
-    ) -> io::Result<Vec<OwnedFd>> {
-        let Some(programs) = &self.multi else {
-            return Ok(Vec::new());
-        };
-        let path = CString::new(path)?;
-        let mut links = Vec::new();
-        for (name, returns, points) in parts {
-            if !self.multi_loaded.contains_key(name) {
-                self.multi_loaded.insert(name, programs.load(name)?);
-            }
-            links.push(multi::link(
-                self.multi_loaded[name].as_fd(),
-                &path,
-                points,
-                *returns,
-            )?);
+    /// A program for `uprobe_multi` links, loaded once.
+    fn multi_program(&mut self, name: &'static str) -> io::Result<OwnedFd> {
+        if let Some(program) = self.multi_loaded.get(name) {
+            return program.try_clone();
         }
-        Ok(links)
+        let programs = self.multi.as_ref().ok_or(io::ErrorKind::Unsupported)?;
+        let program = programs.load(name)?;
+        let ours = program.try_clone()?;
+        self.multi_loaded.insert(name, program);
+        Ok(ours)
     }
 
     fn program(&mut self, name: &str) -> Result<&mut UProbe, String> {

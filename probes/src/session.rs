@@ -4,8 +4,9 @@
 //! (1 ms is what the buffers are sized for).
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, HashSet},
     io,
+    os::fd::OwnedFd,
     sync::Arc,
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -32,7 +33,7 @@ use crate::{
     site::{self, Site},
     stats::{Counters, ProbeStats},
     survey::{Survey, Surveyed},
-    target::Flavour,
+    target::{FileKey, Flavour, Library},
     watch::{Through, Watched, leased},
 };
 use state::Target;
@@ -68,6 +69,18 @@ pub struct Attached {
     pub carrier: Carrier,
 }
 
+/// What came of placing the probes of a library.
+enum Linked {
+    /// There are no probes.
+    Never,
+    /// Another process brought them, or they are placed together with the process.
+    Already,
+    /// They got this number.
+    Anew(u64, io::Result<Vec<OwnedFd>>),
+    /// They were not placed in time.
+    Late,
+}
+
 /// Processes being watched.
 pub struct Session {
     options: Options,
@@ -76,6 +89,8 @@ pub struct Session {
     targets: BTreeMap<u32, Target>,
     /// Questions about processes that were not answered in time.
     unanswered: HashMap<u32, Question<Surveyed>>,
+    /// Libraries whose probes were not placed in time: some process that maps one, watched or not, keeps its memory lock.
+    late_libraries: HashSet<FileKey>,
     /// Final counters of processes that have ended or were let go.
     finished: HashMap<u32, Counters>,
     past: ProbeStats,
@@ -138,6 +153,7 @@ impl Session {
             unavailable,
             targets: BTreeMap::new(),
             unanswered: HashMap::new(),
+            late_libraries: HashSet::new(),
             finished: HashMap::new(),
             past: ProbeStats::default(),
             closing: Vec::new(),
@@ -188,7 +204,7 @@ impl Session {
         let begun = Instant::now();
         let question = self.question(pid)?;
         let surveyed = self.answer(pid, &question, ANSWER_TIME, &|| false);
-        self.attach_surveyed(pid, question, surveyed, begun)
+        self.attach_surveyed(pid, question, surveyed, begun, &|| false)
     }
 
     /// Begins to watch each of `pids` until `is_over`, and hands on what came of each. What is not reached until then is not handed on.
@@ -215,7 +231,10 @@ impl Session {
             };
             match self.answer(*pid, &question, TURN_TIME, &is_over) {
                 Ok(None) => late.push((*pid, question, begun)),
-                surveyed => each(*pid, self.attach_surveyed(*pid, question, surveyed, begun)),
+                surveyed => {
+                    let attached = self.attach_surveyed(*pid, question, surveyed, begun, &is_over);
+                    each(*pid, attached);
+                }
             }
         }
         for (pid, question, begun) in late {
@@ -224,7 +243,8 @@ impl Session {
             if is_over() {
                 return;
             }
-            each(pid, self.attach_surveyed(pid, question, surveyed, begun));
+            let attached = self.attach_surveyed(pid, question, surveyed, begun, &is_over);
+            each(pid, attached);
         }
     }
 
@@ -237,13 +257,13 @@ impl Session {
     }
 
     /// Waits for `time` at most, and takes the records of watched processes meanwhile.
-    fn answer(
+    fn answer<T: Send + 'static>(
         &mut self,
         pid: u32,
-        question: &Question<Surveyed>,
+        question: &Question<T>,
         time: Duration,
         is_over: &impl Fn() -> bool,
-    ) -> Result<Option<Surveyed>, AttachError> {
+    ) -> Result<Option<T>, AttachError> {
         let begun = Instant::now();
         loop {
             let answer = question
@@ -268,6 +288,7 @@ impl Session {
         question: Question<Surveyed>,
         surveyed: Result<Option<Surveyed>, AttachError>,
         begun: Instant,
+        is_over: &impl Fn() -> bool,
     ) -> Result<Attached, AttachError> {
         let Some((surveyed, mut left_out)) = surveyed? else {
             self.unanswered.insert(pid, question);
@@ -275,7 +296,7 @@ impl Session {
             self.left_out.count(limit);
             return Err(AttachError::Limit { pid, limit });
         };
-        let attached = surveyed.and_then(|survey| self.attach_to(survey, begun));
+        let attached = surveyed.and_then(|survey| self.attach_to(survey, begun, is_over));
         if let Err(AttachError::Refused { .. }) = &attached {
             left_out.pages_refused += 1;
         }
@@ -291,7 +312,52 @@ impl Session {
         attached
     }
 
-    fn attach_to(&mut self, survey: Survey, begun: Instant) -> Result<Attached, AttachError> {
+    /// Has the probes of a library placed, for [`ANSWER_TIME`] at most. The records of watched processes are taken meanwhile.
+    fn link(
+        &mut self,
+        pid: u32,
+        library: &Library,
+        sites: &[Site],
+        is_over: &impl Fn() -> bool,
+    ) -> Result<Linked, AttachError> {
+        let Some(probes) = &mut self.probes else {
+            return Ok(Linked::Never);
+        };
+        if self.late_libraries.contains(&library.key) {
+            return Ok(Linked::Late);
+        }
+        let linking = match probes.begin_link(library, sites) {
+            Ok(Some(linking)) => linking,
+            Ok(None) => return Ok(Linked::Already),
+            Err(error) => return Ok(Linked::Anew(0, Err(error))),
+        };
+        // Whoever keeps one lock may keep more of them.
+        let time = if self.late_libraries.is_empty() {
+            ANSWER_TIME
+        } else {
+            TURN_TIME
+        };
+        match self.answer(pid, &linking.question, time, is_over)? {
+            Some(links) => Ok(Linked::Anew(linking.number, links)),
+            None if is_over() => Ok(Linked::Late),
+            None => {
+                self.late_libraries.insert(library.key);
+                self.left_out.count(Limit::AnswerTime);
+                self.problems.push(format!(
+                    "process {pid}: a process that maps {} keeps probes from being placed there: everything is read through the shared ring",
+                    library.path.display()
+                ));
+                Ok(Linked::Late)
+            }
+        }
+    }
+
+    fn attach_to(
+        &mut self,
+        survey: Survey,
+        begun: Instant,
+        is_over: &impl Fn() -> bool,
+    ) -> Result<Attached, AttachError> {
         let Survey {
             directory,
             started,
@@ -324,8 +390,18 @@ impl Session {
             }
         }
         let mut probed = None;
-        if let Some(probes) = &mut self.probes {
-            match probes.watch(&directory, &library, &sites) {
+        let linked = match self.link(pid, &library, &sites, is_over)? {
+            Linked::Late if instrumented => None,
+            Linked::Late => {
+                let limit = Limit::AnswerTime;
+                return Err(AttachError::Limit { pid, limit });
+            }
+            Linked::Never => None,
+            Linked::Already => Some(None),
+            Linked::Anew(number, links) => Some(Some((number, links))),
+        };
+        if let (Some(probes), Some(linked)) = (&mut self.probes, linked) {
+            match probes.watch(&directory, &library, &sites, linked) {
                 Ok(keys) => probed = Some(keys),
                 Err(error) => {
                     let denied = matches!(error.raw_os_error(), Some(libc::EPERM | libc::EACCES));
