@@ -13,8 +13,10 @@
 //! So a thread asks them, and whoever wants to know waits as long as it likes. `status`, `statm`, `comm` and `cgroup` are answered at once.
 
 use std::{
+    collections::BTreeSet,
     io,
     sync::{
+        Mutex, PoisonError,
         atomic::{AtomicUsize, Ordering},
         mpsc::{Receiver, RecvTimeoutError, sync_channel},
     },
@@ -84,6 +86,35 @@ pub(crate) fn within<T: Send + 'static>(
     Question::ask(counted).ok()?.answer_within(time).ok()?
 }
 
+/// The answer to a question about process `pid`, if it comes within `time`. One such question about a process is open at a time: a process
+/// that keeps answers back costs one thread, and keeps nobody from asking about another process.
+pub(crate) fn about<T: Send + 'static>(
+    pid: u32,
+    time: Duration,
+    question: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
+    static OPEN: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
+
+    struct Open(u32);
+    impl Drop for Open {
+        fn drop(&mut self) {
+            OPEN.lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .remove(&self.0);
+        }
+    }
+
+    if !OPEN.lock().unwrap_or_else(PoisonError::into_inner).insert(pid) {
+        return None;
+    }
+    let open = Open(pid);
+    let noted = move || {
+        let _open = open;
+        question()
+    };
+    Question::ask(noted).ok()?.answer_within(time).ok()?
+}
+
 #[cfg(test)]
 mod tests {
     use std::{sync::mpsc::channel, time::Instant};
@@ -117,6 +148,29 @@ mod tests {
         assert_eq!(within(long, || 7), None, "one too many");
         drop(waits);
         while within(long, || 7).is_none() {
+            assert!(begun.elapsed() < long);
+        }
+    }
+
+    #[test]
+    fn processes_that_do_not_answer_keep_nobody_from_asking_about_another() {
+        let long = Duration::from_secs(60);
+        let mut waits = Vec::new();
+        // Numbers that no process has.
+        let silent = (1 << 30)..(1 << 30) + 4 * UNANSWERED as u32;
+        for pid in silent.clone() {
+            let (go_on, wait) = channel::<()>();
+            waits.push(go_on);
+            assert_eq!(
+                about(pid, Duration::from_millis(1), move || wait.recv().is_ok()),
+                None
+            );
+        }
+        assert_eq!(about(silent.end, long, || 7), Some(7));
+        assert_eq!(about(silent.start, long, || 7), None, "one thread a process");
+        drop(waits);
+        let begun = Instant::now();
+        while about(silent.start, long, || 7).is_none() {
             assert!(begun.elapsed() < long);
         }
     }

@@ -14,8 +14,8 @@ pub const ANSWER_TIME: Duration = Duration::from_secs(1);
 pub const TURN_TIME: Duration = Duration::from_millis(50);
 /// Time, by the clock, to check a reader that a target's lease names. Past it, nobody is named.
 pub const CHECK_TIME: Duration = Duration::from_millis(20);
-/// Questions about readers and about processes that are only looked at that are open at a time. Past them, nothing is asked: the answer is as
-/// if the time were over.
+/// Questions about readers that are open at a time. Past them, nothing is asked: the answer is as if the time were over. About a process
+/// that is only looked at, one question is open at a time.
 pub const UNANSWERED: usize = 8;
 /// Bytes of `/proc/PID/maps`, about 100 a mapping. Past them, mappings are not seen.
 pub const MAPS_BYTES: usize = 16 << 20;

@@ -336,7 +336,7 @@ pub fn host_of(pid: u32, named: &str) -> String {
         let environment = ProcessDirectory::open(pid).ok()?.environment().ok()?;
         whole_variable(&environment, HOST_ID).ok()?
     };
-    let given = ask::within(ANSWER_TIME, given).flatten();
+    let given = ask::about(pid, ANSWER_TIME, given).flatten();
     let mut names = given.into_iter().chain([named.to_owned()]);
     names.find(|name| !name.is_empty()).unwrap_or_else(host_name)
 }

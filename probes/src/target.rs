@@ -66,7 +66,7 @@ pub fn find_counting(pid: u32, left_out: &mut LeftOut) -> Result<Library, Attach
             .and_then(|directory| find_within(&directory, CpuBudget::of(SEARCH_TIME), &mut left_out));
         (found, left_out)
     };
-    let Some((found, counted)) = ask::within(ANSWER_TIME, find) else {
+    let Some((found, counted)) = ask::about(pid, ANSWER_TIME, find) else {
         let limit = Limit::AnswerTime;
         left_out.count(limit);
         return Err(AttachError::Limit { pid, limit });
