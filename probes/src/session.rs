@@ -553,8 +553,12 @@ impl Session {
     /// Hands on some of what both carriers hold of `pids`, in the order of [`Session::poll`]; whether the kernel's ring was drained.
     fn drain_both(&mut self, pids: &[u32], samples: &mut Vec<Sample>) -> bool {
         for pid in pids {
-            if let Some(target) = self.targets.get_mut(pid) {
-                target.watched.drain(POLL_RECORDS, now_ns(), false, samples);
+            // Each of many processes may have filled its ring.
+            let left = LET_GO_SAMPLES.saturating_sub(samples.len()).min(POLL_RECORDS);
+            if let Some(target) = self.targets.get_mut(pid)
+                && left > 0
+            {
+                target.watched.drain(left, now_ns(), false, samples);
             }
         }
         self.drain_probes(samples)

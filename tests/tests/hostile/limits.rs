@@ -140,3 +140,33 @@ fn a_communicator_of_impossibly_many_ranks_is_left_out_of_a_snapshot() -> Result
     ensure!(beside.collected.elapsed < END, "{:?}", beside.collected);
     Ok(())
 }
+
+/// Each of many processes has filled its ring when they are let go.
+#[test]
+fn many_full_rings_are_not_all_kept_at_the_end() -> Result<()> {
+    use ringsight_probes::{Source as _, limits::LET_GO_SAMPLES};
+
+    const TARGETS: usize = 40;
+    let mut targets = Vec::new();
+    for _ in 0..TARGETS {
+        let name = "many_full_rings_are_not_all_kept_at_the_end";
+        let Some(target) = Target::start(name, "proxies")? else {
+            return Ok(());
+        };
+        targets.push(target);
+    }
+    let mut session = crate::files::session()?;
+    for target in &targets {
+        session.attach(target.pid())?;
+    }
+    // Time to write 8192 records each, which one look at a ring takes at most.
+    std::thread::sleep(Duration::from_secs(3));
+    session.detach_all();
+    let mut samples = Vec::new();
+    session.poll(&mut samples).map_err(anyhow::Error::msg)?;
+    // With what is said of each process beside its records.
+    let most = LET_GO_SAMPLES + 1000;
+    ensure!(samples.len() > LET_GO_SAMPLES / 2, "{} samples", samples.len());
+    ensure!(samples.len() <= most, "{} samples", samples.len());
+    Ok(())
+}
