@@ -172,7 +172,8 @@ fn quote(text: &mut String, value: &str) {
         match character {
             '"' | '\\' => text.extend(['\\', character]),
             control if control < ' ' => text.push_str(&format!("\\u{:04x}", control as u32)),
-            character => text.push(character),
+            // What a terminal would obey is escaped, too.
+            character => text.push_str(&ringsight_output::json(character.encode_utf8(&mut [0; 4]))),
         }
     }
     text.push('"');

@@ -27,3 +27,13 @@ pub mod ranks;
 pub mod worker;
 
 pub use model::{Batch, ExportStats, Exporter};
+
+/// Appends a JSON string. Files of JSON are looked at in terminals: what one would obey is escaped, and the value stays the same.
+fn json_string(out: &mut Vec<u8>, text: &str) {
+    if text.is_ascii() && !text.contains('\u{7f}') {
+        serde_json::to_writer(out, text).expect("writing to memory does not fail");
+    } else {
+        let string = serde_json::to_string(text).expect("writing to memory does not fail");
+        out.extend_from_slice(ringsight_output::json(&string).as_bytes());
+    }
+}

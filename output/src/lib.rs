@@ -23,4 +23,4 @@ mod destination;
 mod printable;
 
 pub use destination::{Destination, Error};
-pub use printable::{Printable, json, lines};
+pub use printable::{JsonWriter, Printable, json, lines};

@@ -4,6 +4,7 @@ use std::{
     borrow::Cow,
     ffi::OsStr,
     fmt::{self, Write as _},
+    io,
     path::Path,
 };
 
@@ -58,6 +59,25 @@ pub fn json(text: &str) -> Cow<'_, str> {
             let _ = write!(to, "\\u{unit:04x}");
         }
     })
+}
+
+/// As [`json`], for what `serde_json` writes to another writer.
+#[derive(Debug)]
+pub struct JsonWriter<W>(pub W);
+
+impl<W: io::Write> io::Write for JsonWriter<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match str::from_utf8(bytes) {
+            Ok(text) => self.0.write_all(json(text).as_bytes())?,
+            // A part of a character alone, which `serde_json` does not write.
+            Err(_) => self.0.write_all(bytes)?,
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
+    }
 }
 
 fn guarded(text: &str, escape: impl Fn(&mut String, char)) -> Cow<'_, str> {

@@ -18,7 +18,7 @@ use ringsight_collector::{
     summary::{ExporterRow, Summary},
 };
 use ringsight_exporters::Exporter;
-use ringsight_output::Destination;
+use ringsight_output::{Destination, JsonWriter};
 use ringsight_probes::{Attached, NetworkScope, Sample, Session, Source, UseEbpf};
 use serde_json::json;
 use tracing::{error, info, warn};
@@ -402,8 +402,8 @@ fn write_summary(destination: Destination, summary: &Arc<Summary>, limit: Durati
     const LEAST: Duration = Duration::from_millis(150);
     let limit = limit.max(LEAST);
     let shared = Arc::clone(summary);
-    // It may be long: it is never in memory as a text.
-    let write = move |file: &mut dyn io::Write| Ok(serde_json::to_writer(file, &*shared)?);
+    // It may be long: it is never in memory as a text. The file may be a terminal.
+    let write = move |file: &mut dyn io::Write| Ok(serde_json::to_writer(JsonWriter(file), &*shared)?);
     let Err(problem) = outputs::write_whole(destination, limit, write) else {
         return true;
     };

@@ -190,8 +190,7 @@ fn element_bytes(name: &str) -> Option<i64> {
 
 /// Appends a JSON string.
 pub(super) fn string(buffer: &mut Vec<u8>, text: &str) {
-    // Writing a `str` to a `Vec` cannot fail.
-    serde_json::to_writer(&mut *buffer, text).ok();
+    crate::json_string(buffer, text);
 }
 
 fn value(buffer: &mut Vec<u8>, value: &Value) {

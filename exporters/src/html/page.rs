@@ -9,6 +9,8 @@ use std::{
     time::SystemTime,
 };
 
+use ringsight_output::JsonWriter;
+
 use super::store::Store;
 use crate::{
     model::{Finding, Operation, OperationRank, Straggler},
@@ -78,7 +80,7 @@ fn escape(out: &mut impl Write, text: &str) -> io::Result<()> {
 }
 
 /// Writes JSON into a script element: `<` occurs in its strings alone, where `\u003c` means the same, and without it
-/// nothing can end the element (`</script`) or change how it is read (`<!--`).
+/// nothing can end the element (`</script`) or change how it is read (`<!--`). What a terminal would obey is escaped, too.
 struct InScript<'a, W>(&'a mut W);
 
 impl<W: Write> Write for InScript<'_, W> {
@@ -87,7 +89,7 @@ impl<W: Write> Write for InScript<'_, W> {
             if index > 0 {
                 self.0.write_all(b"\\u003c")?;
             }
-            self.0.write_all(piece)?;
+            JsonWriter(&mut *self.0).write_all(piece)?;
         }
         Ok(bytes.len())
     }

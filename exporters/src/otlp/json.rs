@@ -81,7 +81,7 @@ fn put_fmt(out: &mut Vec<u8>, text: std::fmt::Arguments<'_>) {
 
 /// A JSON string.
 fn put_text(out: &mut Vec<u8>, text: &str) {
-    serde_json::to_writer(out, text).expect("writing to memory does not fail");
+    crate::json_string(out, text);
 }
 
 /// A double; proto3 names the values that JSON has no numbers for.

@@ -401,12 +401,19 @@ fn names_control_no_terminal() -> Result<()> {
         let common = ["attach", pid, "--no-network", "--force", "--duration=0.5"];
         [&common[..], &files, more].concat()
     };
+    let dump = option("dump-json", &target.folder().join("dump"));
+    let obeyed = |c: char| {
+        c != '\n'
+            && (c.is_control()
+                || matches!(c, '\u{200e}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}'))
+    };
     let commands = [
         vec!["list", pid],
         vec!["list", "--json", pid],
         vec!["snapshot", pid],
         vec!["snapshot", "--json", pid],
         vec!["snapshot", pid, missing],
+        vec!["snapshot", pid, &dump],
         vec!["explain", pid],
         vec!["explain", "--json", pid],
         attach(&[]),
@@ -432,11 +439,6 @@ fn names_control_no_terminal() -> Result<()> {
             for (stream, bytes) in [("output", &output.stdout), ("errors", &output.stderr)] {
                 let text = String::from_utf8(bytes.clone())
                     .with_context(|| format!("{arguments:?}, {value}, {stream}"))?;
-                let obeyed = |c: char| {
-                    c != '\n'
-                        && (c.is_control()
-                            || matches!(c, '\u{200e}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}'))
-                };
                 ensure!(
                     !text.contains(obeyed),
                     "{arguments:?}, {value}, {stream}: {text:?}"
@@ -448,6 +450,15 @@ fn names_control_no_terminal() -> Result<()> {
                 );
             }
         }
+    }
+    // Whoever reads a file may do so in a terminal.
+    for name in ["t.jsonl", "t.html", "t.json", "s", "dump0"] {
+        let text = fs::read_to_string(target.folder().join(name)).context(name)?;
+        // Dumps name groups by their ids.
+        ensure!(name == "dump0" || text.contains("\\u009b"), "{name}: {text}");
+        let at = text.find(obeyed);
+        let near: String = at.map_or_else(String::new, |at| text[at..].chars().take(80).collect());
+        ensure!(at.is_none(), "{name}: {near:?}");
     }
     Ok(())
 }
