@@ -39,15 +39,16 @@ const NOBODY: u32 = 65_534;
 const CPU_SECONDS: u64 = 8;
 /// Bytes of address space beside the library's: what a table is answered with takes a few megabytes.
 const ADDRESS_SPACE: u64 = 1 << 30;
+/// Bytes of its own that it may have of them, however long the library's file is.
+const DATA: u64 = 1 << 30;
 /// Bytes of a library: NCCL's with code for every GPU has less than a half of it.
 const LIBRARY_BYTES: u64 = 2 << 30;
 /// A library is copied in blocks, and blocks of zeros take no memory.
 const BLOCK: usize = 1 << 16;
 
 /// What loading a library and asking it needs. Everything else fails with EPERM.
-const ALLOWED: [i64; 34] = [
+const ALLOWED: [i64; 33] = [
     // Memory.
-    libc::SYS_mmap,
     libc::SYS_mprotect,
     libc::SYS_munmap,
     libc::SYS_mremap,
@@ -226,6 +227,7 @@ fn copy(mut from: &File, mut to: File) -> io::Result<u64> {
 fn limit(library_bytes: u64) -> io::Result<()> {
     for (resource, most) in [
         (Resource::As, ADDRESS_SPACE + 2 * library_bytes),
+        (Resource::Data, DATA),
         (Resource::Cpu, CPU_SECONDS),
         (Resource::Fsize, 0),
         (Resource::Nproc, 0),
@@ -289,10 +291,12 @@ fn filter(answer: &File) -> Result<(), seccompiler::Error> {
     let answer = u64::from(answer.as_raw_fd().unsigned_abs());
     let compare =
         |argument, operator, value| SeccompCondition::new(argument, SeccompCmpArgLen::Qword, operator, value);
-    // To write only the answer, and to open only what is there, to read it.
+    // To write only the answer, and to open only what is there, to read it. Shared memory is no data by the kernel's count.
     let not_to_read = libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC | libc::O_APPEND;
     let only_reads = SeccompCmpOp::MaskedEq(u64::from(not_to_read.unsigned_abs()));
+    let is_private = SeccompCmpOp::MaskedEq(u64::from(libc::MAP_SHARED.unsigned_abs()));
     let rules = [
+        (libc::SYS_mmap, compare(3, is_private, 0)?),
         (libc::SYS_write, compare(0, SeccompCmpOp::Eq, answer)?),
         (libc::SYS_openat, compare(2, only_reads, 0)?),
     ];

@@ -5,13 +5,14 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/ptrace.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include "library.c"
 
-enum { WRITE = 1, SIGNAL, CONNECT, FORK, LOOP, PRINT, ALLOCATE, CRASH, LIE, READ, NOTHING };
+enum { WRITE = 1, SIGNAL, CONNECT, FORK, LOOP, PRINT, ALLOCATE, SHARE, CRASH, LIE, READ, NOTHING };
 
 static void leave(const char *path) {
   int file = open(path, O_WRONLY | O_CREAT, 0644);
@@ -63,6 +64,8 @@ static void __attribute__((constructor)) attack(void) {
         _exit(7);
       memset(memory, 1, 1 << 24);
     }
+  case SHARE: /* What the limit of a process's data does not count. */
+    _exit(mmap(0, 1 << 24, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0) == MAP_FAILED ? 7 : 8);
   case CRASH:
     __builtin_trap();
   case LIE: {

@@ -231,6 +231,16 @@ fn a_library_that_takes_all_memory_gets_none() -> Result<()> {
     )
 }
 
+/// A file without end and with little in it would earn it as much address space.
+#[test]
+fn a_library_shares_no_memory_past_its_limit() -> Result<()> {
+    ensure_told(
+        "a_library_shares_no_memory_past_its_limit",
+        "SHARE",
+        "exit status: 7",
+    )
+}
+
 #[test]
 fn a_library_that_crashes_ends_only_its_own_process() -> Result<()> {
     ensure_told(
