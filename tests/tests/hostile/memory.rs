@@ -126,3 +126,17 @@ fn a_lock_that_keeps_probes_from_being_placed_leaves_the_ring() -> Result<()> {
     }
     anyhow::bail!("{said:#?}")
 }
+
+/// Whoever keeps its answer back may be any process on the host.
+#[test]
+fn a_program_that_is_never_replaced_delays_no_search_for_ranks() -> Result<()> {
+    let name = "a_program_that_is_never_replaced_delays_no_search_for_ranks";
+    let Some(mut hostile) = Target::start(name, "memory-exec")? else {
+        return Ok(());
+    };
+    hostile.ask("")?;
+    let begun = Instant::now();
+    let _ = ringsight_probes::ranks_below(std::process::id());
+    ensure!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+    Ok(())
+}
