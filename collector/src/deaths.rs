@@ -25,8 +25,10 @@ const PATIENCE_NS: u64 = 500_000_000;
 const MEMORY_NS: u64 = 2_000_000_000;
 /// How often operations in flight are looked at while a death has nobody who waits.
 const INTERVAL_NS: u64 = 200_000_000;
-/// Communicators of which a death, or a failed operation, is kept.
-const KEPT: usize = 4096;
+/// Communicators of which one process's death is kept.
+const DEATHS: usize = 256;
+/// Communicators of which one process's failed operation is kept.
+const FAILURES: usize = 64;
 
 /// Sequence of the operation that a rank died in which died between two operations.
 pub(crate) const NO_OPERATION: u64 = u64::MAX;
@@ -64,6 +66,9 @@ pub(crate) struct Deaths {
     first: FxHashMap<u64, Death>,
     /// The last operation that failed without a known death, and when.
     failed: FxHashMap<u64, (Box<RankOperation>, u64)>,
+    /// How many of them each process brought, as it was when old ones were last forgotten, and since.
+    brought: FxHashMap<u32, usize>,
+    forgot_ns: u64,
     looked_ns: u64,
 }
 
@@ -81,7 +86,7 @@ impl Deaths {
             first.is_common |= is_alike && now_ns.saturating_sub(first.at_ns) < PATIENCE_NS;
             return None;
         }
-        if self.first.len() >= KEPT {
+        if self.first.values().filter(|death| death.pid == pid).count() >= DEATHS {
             return None;
         }
         let death = Death {
@@ -105,12 +110,21 @@ impl Deaths {
         if self.first.contains_key(&part.comm) {
             return self.report(part);
         }
-        self.failed
-            .retain(|_, (_, at_ns)| now_ns.saturating_sub(*at_ns) <= MEMORY_NS);
-        if self.failed.len() < KEPT {
-            self.failed
-                .entry(part.comm)
-                .or_insert_with(|| (part.judged(), now_ns));
+        if now_ns.saturating_sub(self.forgot_ns) >= INTERVAL_NS {
+            self.forgot_ns = now_ns;
+            self.brought.clear();
+            self.failed.retain(|_, (failed, at_ns)| {
+                let is_kept = now_ns.saturating_sub(*at_ns) <= MEMORY_NS;
+                *self.brought.entry(failed.pid).or_default() += usize::from(is_kept);
+                is_kept
+            });
+        }
+        let brought = self.brought.entry(part.pid).or_default();
+        if *brought < FAILURES {
+            self.failed.entry(part.comm).or_insert_with(|| {
+                *brought += 1;
+                (part.judged(), now_ns)
+            });
         }
         None
     }
@@ -170,5 +184,34 @@ impl Deaths {
     pub(crate) fn settle(&mut self, communicators: &Communicators) {
         self.first.retain(|comm, _| communicators.get(*comm).is_some());
         self.failed.retain(|comm, _| communicators.get(*comm).is_some());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn part(pid: u32, comm: u64) -> RankOperation {
+        let mut part = RankOperation::default();
+        part.reset(pid, 0, 0);
+        part.comm = comm;
+        part
+    }
+
+    #[test]
+    fn a_process_leaves_the_others_their_room() {
+        let mut deaths = Deaths::default();
+        for comm in 0..5000 {
+            deaths.failed(&part(1, comm), 1);
+            deaths.died(10_000 + comm, (1, 0), Some(9), 1);
+        }
+        assert_eq!((deaths.failed.len(), deaths.first.len()), (FAILURES, DEATHS));
+        deaths.failed(&part(2, 7777), 1);
+        deaths.died(8888, (2, 0), Some(9), 1);
+        assert!(deaths.failed.contains_key(&7777) && deaths.first.contains_key(&8888));
+        // What was forgotten makes room.
+        let later = 1 + MEMORY_NS + INTERVAL_NS;
+        deaths.failed(&part(1, 9999), later);
+        assert!(deaths.failed.contains_key(&9999) && deaths.failed.len() == 1);
     }
 }
