@@ -309,7 +309,11 @@ impl Chronic {
         let known = self.communicators.get(&operation.comm);
         let counted = known.map_or(0, |known| known.counted);
         let pid = known.map_or(operation.pid, |known| known.pid);
-        let more = operation.lags.len().saturating_sub(counted);
+        // Operations may be of ever other ranks.
+        let is_new = |rank: u32| known.is_none_or(|known| known.now.of(rank).is_none());
+        let new = operation.lags.iter().filter(|(rank, _)| is_new(*rank)).count();
+        let kept = known.map_or(0, |known| known.now.ranks.len());
+        let more = (kept + new).saturating_sub(counted);
         if more > 0 && !self.make_room(pid, operation.comm, more, limit) {
             self.left_out.count(Limit::Stragglers);
             return;
@@ -423,6 +427,26 @@ mod tests {
             now = end_ns + 22 * MS;
         }
         chronic.rows()
+    }
+
+    #[test]
+    fn operations_of_ever_other_ranks_take_no_more_room_than_there_is() {
+        let mut chronic = Chronic::default();
+        for at in 0..4000 {
+            let (one, two) = (2 * at, 2 * at + 1);
+            let operation = Operation {
+                comm: 7,
+                pid: 1,
+                begun_ns: 1000,
+                end_ns: 3000,
+                lags: &[(one, 0), (two, 1000)],
+                last: Some(two),
+                loss_ns: 1000,
+            };
+            chronic.observe(&operation, LIMIT);
+        }
+        assert_eq!(chronic.rows().len(), LIMIT.process);
+        assert!(chronic.left_out().of(Limit::Stragglers) > 0);
     }
 
     fn named(rows: &[Straggler]) -> Vec<u32> {
