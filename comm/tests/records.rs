@@ -2,7 +2,10 @@
 
 mod common;
 
-use std::collections::{HashMap, HashSet};
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Barrier,
+};
 
 use common::{
     Call, group, host, ok, on_ranks,
@@ -328,12 +331,17 @@ fn work_beyond_the_budget_is_cut_alike_on_all_ranks() {
     let _turn = turn();
     const OPS: usize = 3000;
     let watch = Watch::begin();
+    // One rank after the other describes its operations: the table has room for less than all, and what is described later stays.
+    let turns = Barrier::new(2);
     on_ranks(2, |rank| {
         let data = [1f32; 4];
         let mut sums = vec![[0f32; 4]; OPS];
         let other = 1 - rank.rank;
         // Rank 1 sends nothing: its plans end elsewhere, its collectives must not.
         let mut got = [0f32; 4];
+        if rank.rank == 1 {
+            turns.wait();
+        }
         group(|| {
             if rank.rank == 0 {
                 let send = Call::peer(Function::Send, 4, other);
@@ -347,6 +355,9 @@ fn work_beyond_the_budget_is_cut_alike_on_all_ranks() {
                 ok(rank.call(&call, data.as_ptr().cast(), sum.as_mut_ptr().cast()));
             }
         });
+        if rank.rank == 0 {
+            turns.wait();
+        }
         rank.synchronize();
         assert!(sums.iter().all(|sum| *sum == [2.0; 4]));
     });
@@ -374,9 +385,16 @@ fn work_beyond_the_budget_is_cut_alike_on_all_ranks() {
         .filter(|seq| cuts[1].contains_key(seq))
         .copied()
         .collect();
+    let described = |rank: usize| {
+        let seqs = || cuts[rank].keys();
+        (seqs().len(), seqs().min().copied(), seqs().max().copied())
+    };
     assert!(
         both.iter().any(|seq| cuts[0][seq]) && both.iter().any(|seq| !cuts[0][seq]),
-        "both plans are described"
+        "both plans are described: {:?}, {:?}; {} of both",
+        described(0),
+        described(1),
+        both.len()
     );
     assert!(
         both.iter().all(|seq| cuts[0][seq] == cuts[1][seq]),

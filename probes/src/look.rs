@@ -50,7 +50,7 @@ pub struct Look {
 /// # Errors
 /// No such process, no right to look, or pages that cannot be read.
 pub fn look(pid: u32) -> Result<Look, AttachError> {
-    ask::within(ANSWER_TIME, move || look_at(pid)).unwrap_or(Err(AttachError::Limit {
+    ask::about(pid, ANSWER_TIME, move || look_at(pid)).unwrap_or(Err(AttachError::Limit {
         pid,
         limit: Limit::AnswerTime,
     }))

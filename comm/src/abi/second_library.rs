@@ -7,12 +7,13 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
+    io::{self, Read as _},
     os::unix::fs::MetadataExt as _,
-    path::PathBuf,
+    path::{Path, PathBuf},
 };
 
 use object::{Object as _, ObjectSymbol as _};
-use ringsight_comm_base::{log, sync::AtLeastOnce};
+use ringsight_comm_base::{log, sync::AtLeastOnce, sys};
 
 /// The names that this library exports.
 const EXPORTS: &str = include_str!("../../abi/exports.txt");
@@ -24,10 +25,10 @@ const NAME: &str = "libnccl.so";
 pub(super) fn warn_once() {
     static WARNED: AtLeastOnce = AtLeastOnce::new();
     WARNED.call(|| {
-        let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
+        let maps = sys::read_text("/proc/self/maps").unwrap_or_default();
         let own = (warn_once as fn()) as usize;
         for path in others(&maps, own) {
-            let missing = fs::read(&path).map(|file| missing(&file)).unwrap_or_default();
+            let missing = read(&path).map(|file| missing(&file)).unwrap_or_default();
             let path = path.display();
             if missing.is_empty() {
                 tracing::warn!(
@@ -45,6 +46,14 @@ pub(super) fn warn_once() {
             }
         }
     });
+}
+
+/// The bytes of a file. No descriptor of a program's standard streams is used, also where the program has closed these.
+fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let mut file = sys::above_standard(|| fs::File::open(path))?;
+    let mut bytes = Vec::new();
+    file.read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 /// The files of NCCL's name in `maps`, a text as `/proc/PID/maps` has it, other than the one at address `own`.

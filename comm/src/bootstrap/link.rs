@@ -177,6 +177,19 @@ mod tests {
     #[test]
     fn what_a_slow_reader_has_taken_is_not_kept() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        // Else the system may make room for all that is ever sent.
+        let bytes: libc::c_int = 64 << 10;
+        // SAFETY: a socket, and an option that is an int.
+        let set = unsafe {
+            libc::setsockopt(
+                listener.as_raw_fd(),
+                libc::SOL_SOCKET,
+                libc::SO_RCVBUF,
+                (&raw const bytes).cast(),
+                size_of_val(&bytes) as libc::socklen_t,
+            )
+        };
+        assert_eq!(set, 0);
         let link = Link::open(1, &listener.local_addr().unwrap(), b"hello").unwrap();
         let (mut reader, _) = listener.accept().unwrap();
         reader.read_exact(&mut [0; 5]).unwrap();

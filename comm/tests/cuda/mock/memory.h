@@ -64,6 +64,8 @@ int cuPointerGetAttributes(unsigned count, const int* attributes, void** places,
   bool whole = false;
   for (auto& [base, about] : memory)
     if (holds(base, about.bytes)) kind = 2, device = about.device, start = base, size = about.bytes, id = about.id, whole = true;
+  for (auto& [base, about] : opened)
+    if (holds(base, about.bytes)) kind = 2, device = about.device, start = base, size = about.bytes;
   auto piece = piece_around(address);
   const bool in_piece = piece != mapped_pieces.end();
   if (in_piece) {
