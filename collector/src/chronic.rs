@@ -13,6 +13,9 @@
 //!
 //! Everything here is a pure function of the operations that it was given.
 
+use std::sync::Arc;
+
+use ringsight_exporters::model::Straggler;
 use rustc_hash::FxHashMap;
 
 use crate::limits::{LeftOut, Limit, Shared};
@@ -202,6 +205,7 @@ impl OfCommunicator {
         let trials = halves.iter().map(|half| half.trials).sum();
         let ranks = self.now.ranks.len() as u32;
         let empty = OfRank::default();
+        let unnamed = Arc::from("");
         self.now.ranks.iter().map(move |now| {
             let before = self.before.of(now.rank).unwrap_or(&empty);
             let lags = [&before.lags, &now.lags];
@@ -210,7 +214,9 @@ impl OfCommunicator {
             let chance = chance(trials, before.trials + now.trials, ranks);
             Straggler {
                 communicator: comm,
+                communicator_name: Arc::clone(&unnamed),
                 rank: now.rank,
+                place: None,
                 ranks,
                 operations: before.operations + now.operations,
                 last: before.last + now.last,
@@ -220,7 +226,7 @@ impl OfCommunicator {
                 share: loss_ns as f64 / window_ns as f64,
                 window_ns,
                 chance,
-                is_chronic: chance < SIGNIFICANCE && bounded_ns as f64 / window_ns as f64 >= SHARE,
+                chronic: chance < SIGNIFICANCE && bounded_ns as f64 / window_ns as f64 >= SHARE,
             }
         })
     }
@@ -262,35 +268,6 @@ pub struct Operation<'a> {
     pub last: Option<u32>,
     /// How long after the second last, nanoseconds.
     pub loss_ns: u64,
-}
-
-/// One rank of one communicator over the window.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Straggler {
-    /// Communicator.
-    pub communicator: u64,
-    /// Rank.
-    pub rank: u32,
-    /// Ranks that were compared.
-    pub ranks: u32,
-    /// Operations of the window.
-    pub operations: u64,
-    /// In how many of them it was last.
-    pub last: u64,
-    /// Median of its lags, nanoseconds, to a tenth; 0 if it is negative.
-    pub median_ns: u64,
-    /// 99th percentile of its lags, nanoseconds.
-    pub p99_ns: u64,
-    /// What the others lost by it, summed over them, nanoseconds.
-    pub lost_ns: u64,
-    /// Share of the window's time by which its operations began later.
-    pub share: f64,
-    /// Length of the window, nanoseconds.
-    pub window_ns: u64,
-    /// Probability of this if all ranks were alike.
-    pub chance: f64,
-    /// It is a straggler.
-    pub is_chronic: bool,
 }
 
 /// Lags of all ranks.
@@ -368,7 +345,7 @@ impl Chronic {
         &self.left_out
     }
 
-    /// Every rank that is known, by communicator and rank.
+    /// Every rank that is known, by communicator and rank. Names and places are the caller's to add.
     #[must_use]
     pub fn rows(&self) -> Vec<Straggler> {
         let mut rows: Vec<Straggler> = self
@@ -451,7 +428,7 @@ mod tests {
 
     fn named(rows: &[Straggler]) -> Vec<u32> {
         rows.iter()
-            .filter(|row| row.is_chronic)
+            .filter(|row| row.chronic)
             .map(|row| row.rank)
             .collect()
     }

@@ -621,31 +621,18 @@ impl Collector {
     /// Each rank's lags over the window, by communicator and rank.
     #[must_use]
     pub fn stragglers(&self) -> Vec<Straggler> {
-        let rows = self.chronic.rows().into_iter();
-        rows.map(|row| {
-            let communicator = self.communicators.get(row.communicator);
-            let member = communicator.and_then(|known| known.of_rank(row.rank));
-            Straggler {
-                communicator: row.communicator,
-                communicator_name: communicator.map_or_else(|| "".into(), |known| Arc::clone(&known.name)),
-                rank: row.rank,
-                place: member.map(|member| Place {
-                    pid: member.pid,
-                    host: Arc::clone(&member.watched.host),
-                }),
-                ranks: row.ranks,
-                chronic: row.is_chronic,
-                operations: row.operations,
-                last: row.last,
-                median_ns: row.median_ns,
-                p99_ns: row.p99_ns,
-                lost_ns: row.lost_ns,
-                share: row.share,
-                window_ns: row.window_ns,
-                chance: row.chance,
-            }
-        })
-        .collect()
+        let mut rows = self.chronic.rows();
+        for row in &mut rows {
+            let Some(communicator) = self.communicators.get(row.communicator) else {
+                continue;
+            };
+            row.communicator_name = Arc::clone(&communicator.name);
+            row.place = communicator.of_rank(row.rank).map(|member| Place {
+                pid: member.pid,
+                host: Arc::clone(&member.watched.host),
+            });
+        }
+        rows
     }
 
     /// Adds what is known of each rank's lags to the batch, of stragglers as metrics, too.

@@ -550,7 +550,7 @@ pub struct Straggler {
     pub operations: u64,
     /// Operations in which it was last.
     pub last: u64,
-    /// Median lag, nanoseconds; 0 if it is negative.
+    /// Median of its lags, nanoseconds, to a tenth; 0 if it is negative.
     pub median_ns: u64,
     /// 99th percentile of its lags, nanoseconds.
     pub p99_ns: u64,
